@@ -120,7 +120,7 @@ def compare(name: str, target: Target, drafter: Drafter, extra: dict[str, Any], 
     settings = RequestParams(asked.tokens, GREEDY)
     runners = {
         "ours": lambda prompt: whole(speculate(target, drafter, prompt, settings)),
-        "hf": lambda prompt: hf_generate(target, prompt, min(asked.tokens, target.context - len(prompt)), extra),
+        "hf": lambda prompt: hf_generate(target, prompt, min(asked.tokens, target.max_model_len - len(prompt)), extra),
     }
     runs = interleave(runners, prompts, asked.repeats, warmup=prompts[-1:], seed=0)
     ours, hf = ([metrics.median_run(repeats) for repeats in runs[key]] for key in ("ours", "hf"))

@@ -38,7 +38,7 @@ from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Context, Drafter, Proposal
+from inference.protocol import DraftContext, Drafter, Proposal
 from inference.target.config import DTYPES
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
@@ -75,7 +75,7 @@ class Answer(DrafterState):
     def __init__(self, text: list[int], begin: int, nodes: int) -> None:
         self.text, self.begin, self.nodes = text, begin, nodes
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         """Return the true tokens, and under the root as many wrong ones as the tree has room for."""
         done = len(context.token) - self.begin
         true = self.text[done : done + min(TRUE, context.max_draft_depth)]

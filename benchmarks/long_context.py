@@ -32,7 +32,7 @@ from heads.modules.kv_cache import KVCache
 from inference.drafters.head import HeadDrafter
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Context, DraftInputs, Proposal
+from inference.protocol import DraftContext, DraftInputs, Proposal
 from inference.request import Request, RequestParams
 from inference.step import DeviceStep
 from inference.target.cache import BatchCache, TargetCache
@@ -59,7 +59,7 @@ class Planted(HostDrafter, DrafterState):
         """Return the state of any sequence: none."""
         return self
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         """Return the tree."""
         return Proposal(self.draft)
 
@@ -110,7 +110,7 @@ def step(target: Target, cache: TargetCache, draft: DraftTree) -> tuple[float, f
     request = Request(target, [0] * (length + 1), RequestParams(ROOM, GREEDY), cache)
     request.generation.tokens.append(0)
     drafts, batch = Planted(draft).batch(1), BatchCache(cache.storage, TargetCache)
-    drafts.start_sequence(0, request.context, TargetOutput(torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 1), None))
+    drafts.start_sequence(0, request.token_ids, TargetOutput(torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 1), None))
     batch.active = [cache]
     DeviceStep(target, batch, drafts, "planted").step([request])
     cache.keep(length, [])

@@ -85,11 +85,11 @@ def serve(target: Target, drafter: Drafter, prompts: Iterator[list[int]], count:
                 started += 1
             batch.step()
             for number, prompt, answer in running:
-                if answer.finish:
+                if answer.finish_reason:
                     accepted = [step.accepted for step in answer.steps]
                     record = {"prompt_token_ids": prompt, "token_ids": list(answer.tokens), "accepted": accepted}
                     records.append((number, record))
-            running = [one for one in running if not one[2].finish]
+            running = [one for one in running if not one[2].finish_reason]
             batch.release()
     lines = [json.dumps(record) + "\n" for _, record in sorted(records, key=lambda one: one[0])]
     file.write_text("".join(lines), encoding="utf-8")

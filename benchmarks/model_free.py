@@ -29,9 +29,9 @@ from data.text.prompts import load_prompts
 from eval.measures.machine import device_facts
 from inference.drafters.host import HostDrafter
 from inference.drafters.registry import make
-from inference.protocol import CommittedTokens, Context, Verified
+from inference.protocol import CommittedTokens, DraftContext, Verified
 from inference.target.target import Target
-from inference.verification.rng import Draws
+from inference.verification.rng import RequestRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, children
 
@@ -88,9 +88,9 @@ def replay(source: HostDrafter, text: list[int], start: int, vocabulary: int) ->
     every = torch.arange(vocabulary)  # one pass over all tokens, so that a source that learns from logits is warm
     known = DraftTree(every, every - 1)
     state.update(CommittedTokens([0], Verified(known, [0], torch.randn(vocabulary, vocabulary))))
-    at, seconds, drafted, draws = start + 1, [], 0, Draws(0, 0, coupled=False)
+    at, seconds, drafted, draws = start + 1, [], 0, RequestRng(0, 0, coupled=False)
     for step in range(STEPS + 1):
-        context = Context(text[:at], GREEDY, draws, ROOM)
+        context = DraftContext(text[:at], GREEDY, draws, ROOM)
         began = time.perf_counter()
         proposal = state.propose(context)
         proposed = time.perf_counter()

@@ -12,7 +12,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from inference.target.packed import pack
+from inference.target.packed import prepack_weights
 
 SHAPES = {
     "SmolLM2 up": (576, 1536),
@@ -45,7 +45,7 @@ def main(dtype: str = "bfloat16", threads: str = "1") -> None:
         plain = [nn.Linear(width, out, bias=False, dtype=kind) for _ in range(count)]
         packed = deepcopy(plain)
         for layer in packed:
-            pack(layer)
+            prepack_weights(layer)
         for rows in (1, 5, 16, 64):
             x = torch.randn(rows, width, dtype=kind)
             before, after = milliseconds(plain, x), milliseconds(packed, x)

@@ -45,7 +45,7 @@ def bare(target: Target, prompt: list[int]) -> Generation:
         tokens.append(token.item())
         marks.append(time.perf_counter())
     prefill, decode = marks[1] - marks[0], clock(target.device) - marks[1]
-    return Generation(tokens, ["bonus"] * TOKENS, prefill_s=prefill, decode_s=decode, finish="length")
+    return Generation(tokens, ["bonus"] * TOKENS, prefill_s=prefill, decode_s=decode, finish_reason="length")
 
 
 def main() -> None:
@@ -56,8 +56,8 @@ def main() -> None:
     warmup = prompts[-2:]
     by_hf: Any = hf_generate
     runners = {
-        BASELINE: partial(autoregress, target, settings=RequestParams(TOKENS, GREEDY)),
-        HF: partial(hf_generate, target, settings=RequestParams(TOKENS, GREEDY)),
+        BASELINE: partial(autoregress, target, params=RequestParams(TOKENS, GREEDY)),
+        HF: partial(hf_generate, target, params=RequestParams(TOKENS, GREEDY)),
         "HF under no_grad": partial(by_hf.__wrapped__, target, settings=RequestParams(TOKENS, GREEDY)),
         "bare forward": partial(bare, target),
     }

@@ -98,7 +98,7 @@ def compare(target: Target, requests: list[Request], expected: list[Generation],
         else:
             verdict = coupled_check(target, [ours], [theirs], [Prompt(name, prompt, "")], params)
         [kind], [where] = verdict.verdicts, [*verdict.ties, verdict.first][:1]
-        if where is None and (ours.finish, ours.origins) != (theirs.finish, theirs.origins):
+        if where is None and (ours.finish_reason, ours.origins) != (theirs.finish_reason, theirs.origins):
             kind = "failed"
         compared.counts[kind] += 1
         if kind != "identical":

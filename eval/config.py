@@ -120,7 +120,7 @@ class EvalConfig(TuneConfig, Selection):
         if not self.drafter:
             raise ValueError("drafter is empty: name at least one drafter, or plain")
         for temperature in self.temperature:
-            self.settings(temperature)
+            self.params(temperature)
         tiers = self.tier
         if tiers == [LIVE] and self.text == RECORDED:
             raise ValueError("text=recorded is for teacher forcing: add teacher_forced to tier=live")

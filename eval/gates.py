@@ -27,7 +27,7 @@ from inference.protocol import Drafter
 from inference.request import Request
 from inference.target.cache import TargetCache
 from inference.target.target import Target
-from inference.verification.rng import Draws, Samples, hashed, seed_key
+from inference.verification.rng import RequestRng, Samples, hashed, seed_key
 from inference.verification.rules import COUPLED, is_lossy
 from inference.verification.sample import distribution
 
@@ -43,9 +43,9 @@ def check(
     sizes = config.batch_size
     if not drafters and sizes == [1]:
         return {}, []
-    setup = Setup(target, drafters, prompts, config.settings(0.0, logit_gaps=True))
+    setup = Setup(target, drafters, prompts, config.params(0.0, logit_gaps=True))
     ids = [prompt.id for prompt in prompts]
-    reference = [hf_generate(target, prompt.token, setup.settings) for prompt in progress(prompts, "transformers' own")]
+    reference = [hf_generate(target, prompt.token, setup.params) for prompt in progress(prompts, "transformers' own")]
     gates = {}
     for size in sorted(sizes):
         for name, runs_of in decoded_once(setup, size).items():
@@ -56,7 +56,7 @@ def check(
     hot = [temperature for temperature in config.temperature if temperature > 0] if drafters else []
     tests, sampled = len(hot) * len(drafters), []
     for temperature in hot:
-        sampled += sampled_gates(setup._replace(settings=config.settings(temperature)), total_variation, tests, sizes)
+        sampled += sampled_gates(setup._replace(params=config.params(temperature)), total_variation, tests, sizes)
     return gates, sampled
 
 
@@ -78,26 +78,26 @@ class Prefix(NamedTuple):
 
 
 def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[losslessness.SampledGate]:
-    """Return the result for every drafter at the settings' temperature, which is above 0.
+    """Return the result for every drafter at the params' temperature, which is above 0.
 
     Coupled tokens are compared with autoregressive decoding of each prompt, at batch size 1 and at all `sizes`: a
     token's noise depends on its text and the seed, not on the batch. The chi-square test must detect a total variation
     of `tv`; the `tests` of a report share the error probability.
     """
-    target, drafters, prompts, settings = setup
-    coupled = replace(settings, rule=COUPLED, lossy=False, logit_gaps=True)
+    target, drafters, prompts, params = setup
+    coupled = replace(params, rule=COUPLED, lossy=False, logit_gaps=True)
     all_sizes = tuple(sorted({1, *sizes}))
-    runs = {size: decoded_once(setup._replace(settings=coupled), size) for size in all_sizes}
+    runs = {size: decoded_once(setup._replace(params=coupled), size) for size in all_sizes}
     baseline = [autoregress(target, prompt.token, coupled) for prompt in progress(prompts, "the baseline, sampled")]
     verdicts = []
     candidates = texts(prompts, baseline)
     for name, drafter in drafters.items():
         equal = {size: coupled_check(target, baseline, run[name], prompts, coupled) for size, run in runs.items()}
         failed_at = next((size for size, check in equal.items() if check.failed), None)
-        test, why = chi_square_test(target, drafter, candidates, settings, tv, losslessness.ALPHA / tests)
+        test, why = chi_square_test(target, drafter, candidates, params, tv, losslessness.ALPHA / tests)
         merged = losslessness.worst(list(equal.values()))
         verdicts.append(
-            losslessness.SampledGate(name, settings.sampling.temperature, merged, test, why, all_sizes, failed_at)
+            losslessness.SampledGate(name, params.sampling.temperature, merged, test, why, all_sizes, failed_at)
         )
     return verdicts
 
@@ -125,7 +125,7 @@ def coupled_gap(target: Target, prompt: Tokens, answer: Tokens, params: RequestP
     """Return the margin in logits between the two best tokens under coupled noise after a text."""
     request = _request(target, prompt, answer, params, target.cache())
     probs = _probs(request)
-    noise = Draws(request.key, len(request.context), False).noise(range(1), probs[None])
+    noise = RequestRng(request.rng_key, len(request.token_ids), False).noise(range(1), probs[None])
     first, second = (probs / noise[0]).double().topk(2).values.tolist()
     return float(params.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
@@ -145,15 +145,10 @@ def texts(prompts: Prompts, baseline: Sequence[Generation]) -> list[Text]:
 
 @torch.inference_mode()
 def chi_square_test(
-    target: Target,
-    drafter: Drafter,
-    candidates: Sequence[Text],
-    settings: RequestParams,
-    tv: float,
-    alpha: float,
+    target: Target, drafter: Drafter, candidates: Sequence[Text], params: RequestParams, tv: float, alpha: float
 ) -> tuple[losslessness.ChiSquareTest | None, str]:
     """Sample next tokens after a few prefixes and test them against the target's probs; or return why not."""
-    usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings, tv)) is not None]
+    usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, params, tv)) is not None]
     if any(prefix.draws for prefix in usable):
         return None, "no draws: its drafts are drawn by a model with a state of its own"
     prefixes = sorted(usable, key=lambda prefix: prefix.drafted_prob, reverse=True)[:PREFIXES]
@@ -161,11 +156,11 @@ def chi_square_test(
         return None, "no draws: at no prompt was anything drafted where the target has a choice"
     count = losslessness.samples_for([prefix.cells for prefix in prefixes], tv, alpha)
     freedom = sum(prefix.cells.degrees_of_freedom for prefix in prefixes)
-    samples = Samples(torch.tensor([seed_key(hashed(f"{settings.seed} control"))], device=target.device))
+    samples = Samples(torch.tensor([seed_key(hashed(f"{params.seed} control"))], device=target.device))
     total = control = 0.0
     for index, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
-        seeds = f"{settings.seed} distribution {index}"  # shared random numbers would correlate statistics
-        total += losslessness.statistic(prefix.cells, _samples(target, drafter, prefix, settings, seeds, count))
+        seeds = f"{params.seed} distribution {index}"  # shared random numbers would correlate statistics
+        total += losslessness.statistic(prefix.cells, _samples(target, drafter, prefix, params, seeds, count))
         # A broken rule samples from p again after a rejection; its draft is p's argmax, where it is furthest from p.
         best = prefix.probs.argmax()
         first, second = samples.sample(prefix.probs.expand(1, 2 * count, -1))[0].chunk(2)
@@ -178,28 +173,28 @@ def chi_square_test(
 def _request(target: Target, prompt: Tokens, answer: Tokens, params: RequestParams, cache: TargetCache) -> Request:
     """Return a request with the tokens of its answer so far."""
     request = Request(target, prompt, params, cache)
-    request.context.extend(answer)
+    request.token_ids.extend(answer)
     request.generation.tokens.extend(answer)
     return request
 
 
 def _probs(request: Request) -> losslessness.Probs:
     """Return the target's probs after a text; all its tokens enter the cache."""
-    out = request.target.prefill(torch.tensor(request.context, device=request.target.device), request.cache)
+    out = request.target.prefill(torch.tensor(request.token_ids, device=request.target.device), request.cache)
     assert out.logits is not None
-    return distribution(request.process_logits(out.logits[0]), request.settings.sampling)[0]
+    return distribution(request.process_logits(out.logits[0]), request.params.sampling)[0]
 
 
 def _entered(
-    target: Target, drafter: Drafter, prompt: Tokens, answer: Tokens, settings: RequestParams, size: int
+    target: Target, drafter: Drafter, prompt: Tokens, answer: Tokens, params: RequestParams, size: int
 ) -> tuple[Batch, list[Request]]:
     """Return a batch of `size` sequences, all at the end of a text."""
-    text, one_more = [*prompt, *answer], replace(settings, max_new_tokens=1, min_new_tokens=0)
+    text, one_more = [*prompt, *answer], replace(params, max_new_tokens=1, min_new_tokens=0)
     batch = acquire(target, drafter, size, [(text, one_more)])
     batch.reserve(needed_entries(target, text, one_more))
     token, requests = torch.tensor(text, device=target.device), list[Request]()
     for slot in range(batch.size):
-        requests.append(_request(target, prompt, answer, settings, batch.cache.allocate(slot)))
+        requests.append(_request(target, prompt, answer, params, batch.cache.allocate(slot)))
         out = target.prefill(token[:-1], requests[slot].cache, batch.draft_batch.traits.feature_layers)
         batch.draft_batch.start_sequence(slot, text, out)
     batch.slots = [*requests]
@@ -209,19 +204,19 @@ def _entered(
 def _left(batch: Batch) -> None:
     """Release a batch's slots."""
     for request in batch.running:
-        request.generation.finish = "length"
+        request.generation.finish_reason = "length"
     batch.release()
     release(batch.target, batch.drafter, batch)
 
 
 def _prefix(
-    target: Target, drafter: Drafter, prompt: Tokens, answer: Tokens, settings: RequestParams, tv: float
+    target: Target, drafter: Drafter, prompt: Tokens, answer: Tokens, params: RequestParams, tv: float
 ) -> Prefix | None:
     """Draft once after a text; None without a draft, or if the broken rule's total variation is at most `tv`."""
-    batch, requests = _entered(target, drafter, prompt, answer, settings, 1)
-    _, drafted = batch.device_step.sample(requests)
+    batch, requests = _entered(target, drafter, prompt, answer, params, 1)
+    _, drafted = batch.device_step.dry_run(requests)
     draws = batch.device_step.plan.sampled is not None and not batch.draft_batch.traits.on_device
-    probs = _probs(_request(target, prompt, answer, settings, target.cache()))
+    probs = _probs(_request(target, prompt, answer, params, target.cache()))
     _left(batch)
     (token, *_), (parent, *_) = drafted.tree
     children = token[(parent == 0) & (token >= 0)].unique()
@@ -231,9 +226,7 @@ def _prefix(
     return Prefix(prompt, answer, draws, probs, cells, float(probs[children].sum()))
 
 
-def _samples(
-    target: Target, drafter: Drafter, prefix: Prefix, settings: RequestParams, seeds: str, count: int
-) -> Tokens:
+def _samples(target: Target, drafter: Drafter, prefix: Prefix, params: RequestParams, seeds: str, count: int) -> Tokens:
     """Return first tokens from the engine's steps under the rule in use; `seeds` is the key of all randomness.
 
     Several sequences at the prefix share a step, each with new seeds. A step has one sequence if the target takes no
@@ -241,14 +234,14 @@ def _samples(
     """
     for size in (TOGETHER, 1) if target.takes_trees else (1,):
         with suppress(*((torch.OutOfMemoryError, ValueError) if size > 1 else ())):
-            batch, requests = _entered(target, drafter, prefix.prompt, prefix.answer, settings, size)
+            batch, requests = _entered(target, drafter, prefix.prompt, prefix.answer, params, size)
             sampled, drafts = Tokens(), True
             while len(sampled) < count and drafts:
                 update_bar()
                 for slot, request in enumerate(requests):
-                    request.key = seed_key(hashed(f"{seeds} {len(sampled) + slot}"))
-                sampled += batch.device_step.sample(requests)[0]
-                drafts = size == 1 or batch.device_step.plan.deepest > 0
+                    request.rng_key = seed_key(hashed(f"{seeds} {len(sampled) + slot}"))
+                sampled += batch.device_step.dry_run(requests)[0]
+                drafts = size == 1 or batch.device_step.plan.tree_depth > 0
             _left(batch)
             if drafts:
                 return sampled[:count]

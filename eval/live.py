@@ -47,7 +47,7 @@ class Setup(NamedTuple):
     target: Target
     drafters: Mapping[str, Drafter]
     prompts: Prompts
-    settings: RequestParams
+    params: RequestParams
 
     def all_drafters(self) -> dict[str, Drafter]:
         """Return the baseline and the drafters by name."""
@@ -60,16 +60,16 @@ def measure(setup: Setup, repeats: int, warmup: Prompts, hf: bool, batch_size: i
     In batches, a round decodes all prompts together, and HF generate is left out. The `warmup` prompts, which are not
     measured, run first. A drafter with memory starts every round empty, so it never sees a prompt twice.
     """
-    target, drafters, prompts, settings = setup
+    target, drafters, prompts, params = setup
     assert not {results.BASELINE, HF} & set(drafters), "a drafter has a baseline's name"
     runners: dict[str, Runner] = {
-        name: partial(speculate, target, drafter, settings=settings, batch_size=batch_size)
+        name: partial(speculate, target, drafter, params=params, batch_size=batch_size)
         for name, drafter in setup.all_drafters().items()
     }
     if hf and batch_size == 1:
-        runners[HF] = partial(hf_generate, target, settings=settings)
+        runners[HF] = partial(hf_generate, target, params=params)
     resets = [drafter.reset for drafter in drafters.values()]
-    return interleave(runners, prompts, repeats, warmup, settings.seed, resets, batch_size)
+    return interleave(runners, prompts, repeats, warmup, params.seed, resets, batch_size)
 
 
 def interleave(
@@ -214,27 +214,27 @@ def timed(run: Generation) -> results.MeasuredRequest:
 
 
 @torch.inference_mode()
-def hf_generate(target: Target, prompt: Tokens, settings: RequestParams) -> Generation:
+def hf_generate(target: Target, prompt: Tokens, params: RequestParams) -> Generation:
     """Run HF's greedy `generate` on the target's model with the repetition penalty, timed like our engine.
 
     The result has no steps. It runs in inference mode, like our engine, which is faster than `no_grad`.
     """
-    eos, most = sorted(target.eos), min(settings.max_new_tokens, target.context - len(prompt))
+    eos, most = sorted(target.eos), min(params.max_new_tokens, target.max_model_len - len(prompt))
     # Without these values the checkpoint's sampling values would apply, with a warning.
     configure: Any = GenerationConfig
     config = configure(
         max_new_tokens=most,
-        min_new_tokens=min(settings.min_new_tokens, most),
+        min_new_tokens=min(params.min_new_tokens, most),
         do_sample=False,
         temperature=1.0,
         top_p=1.0,
         top_k=50,
-        repetition_penalty=settings.sampling.repetition_penalty,
+        repetition_penalty=params.sampling.repetition_penalty,
         use_cache=True,
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
         return_dict_in_generate=True,
-        output_scores=settings.logit_gaps,
+        output_scores=params.logit_gaps,
     )
     token, times = torch.tensor([prompt], device=target.device), list[float]()
     # It hands on the prompt, before its prefill, and then each token.
@@ -249,7 +249,7 @@ def hf_generate(target: Target, prompt: Tokens, settings: RequestParams) -> Gene
         logit_gaps=[float(top2_gap(logits[0])) for logits in out.scores or ()],
         prefill_s=first - begin,
         decode_s=last - first,
-        finish="eos" if tokens[-1] in target.eos else "length",
+        finish_reason="eos" if tokens[-1] in target.eos else "length",
     )
 
 
@@ -279,7 +279,7 @@ def serve(
     batch: Batch,
     prompts: Sequence[Tokens],
     when: Sequence[float],
-    settings: RequestParams,
+    params: RequestParams,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Served]:
@@ -295,7 +295,7 @@ def serve(
         now = clock() - begin
         if waiting and batch.free and when[waiting[0]] <= now:
             index = waiting.popleft()
-            generation = batch.admit(index, prompts[index], settings)
+            generation = batch.admit(index, prompts[index], params)
             arrived = when[index]
             served[index] = Served(generation, arrived, now - arrived, clock() - begin - arrived)
             running.append(index)
@@ -304,7 +304,7 @@ def serve(
         else:
             sleep(when[waiting[0]] - now)
         batch.release()
-        for index in [index for index in running if served[index].generation.finish]:
+        for index in [index for index in running if served[index].generation.finish_reason]:
             running.remove(index)
             served[index].generation.latency_s = clock() - begin - when[index]
     return [served[index] for index in range(len(prompts))]
@@ -317,16 +317,16 @@ def measure_rate(setup: Setup, repeats: int, warmup: Prompts, batch_size: int, r
     Each round has its own arrivals, the same for all drafters; a rate only scales them. A drafter with memory starts
     every round empty. The `warmup` prompts run before.
     """
-    all_drafters, settings = setup.all_drafters(), setup.settings
-    tokens, gaps = [prompt.token for prompt in setup.prompts], random.Random(settings.seed)
+    all_drafters, params = setup.all_drafters(), setup.params
+    tokens, gaps = [prompt.token for prompt in setup.prompts], random.Random(params.seed)
     when = [arrivals(len(tokens), request_rate, gaps) for _ in range(repeats)]
     size, first = min(batch_size, len(tokens)), [prompt.token for prompt in warmup]
-    requests = [(token, settings) for token in (*tokens, *first)]
+    requests = [(token, params) for token in (*tokens, *first)]
 
     def served(name: str, prompts: Sequence[Tokens], times: Sequence[float]) -> list[Served]:
         # Room for all requests, or the graphs would be dropped.
         batch = acquire(setup.target, all_drafters[name], size, requests)
-        answered = serve(batch, prompts, times, settings)
+        answered = serve(batch, prompts, times, params)
         release(setup.target, all_drafters[name], batch)
         return answered
 
@@ -336,7 +336,7 @@ def measure_rate(setup: Setup, repeats: int, warmup: Prompts, batch_size: int, r
     resets = [drafter.reset for drafter in setup.drafters.values()]
     return in_turns(
         list(all_drafters), lambda name, _, turn: served(name, tokens, when[turn]), [range(len(tokens))], repeats,
-        settings.seed, resets,
+        params.seed, resets,
     )  # fmt: skip
 
 

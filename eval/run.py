@@ -123,7 +123,7 @@ def timed_rows(
         extras["training"] = training(find_heads([*config.runs(), *config.compare], config.drafter))
     for workload in workloads:
         for temperature, size, rate in config.conditions():
-            setup = Setup(target, drafters, workload.prompts, config.settings(temperature))
+            setup = Setup(target, drafters, workload.prompts, config.params(temperature))
             hf = config.hf and temperature == 0  # HF's generate is timed greedily, so compared with greedy rows only
             if rate is None:
                 runs = measure(setup, config.repeats, workload.warmup, hf, size)
@@ -134,7 +134,7 @@ def timed_rows(
                     for name, repeats in rounds.items()
                 }
             if (size, rate) == (config.batch_size[0], config.request_rate[0]):
-                texts.append(answered_texts(workload, target, setup.settings, runs[BASELINE]))
+                texts.append(answered_texts(workload, target, setup.params, runs[BASELINE]))
             checks = [check for check in sampled if check.temperature == temperature]
             measurement = workload.measurement(
                 temperature,

@@ -75,7 +75,7 @@ def dtype_for(config: EvalConfig, model: ModelConfig) -> str:
 
 def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workload[Prompt]]:
     """Return the workloads; the target greedily writes missing answers of dialogues."""
-    settings = config.settings(0.0)
+    settings = config.params(0.0)
 
     def answer(token: list[int]) -> str:
         bar.show(bar.done + 1)
@@ -115,7 +115,7 @@ def described(target: Target) -> Json:
     """Return the metadata that identifies a target."""
     parameters = sum(parameter.numel() for parameter in target.model.parameters())
     spec = {key: value for key, value in asdict(target.spec).items() if key != "name"}
-    facts = {"parameters": parameters, "context": target.context, "quantized": target.quantized}
+    facts = {"parameters": parameters, "context": target.max_model_len, "quantized": target.quantized}
     return {**spec, **facts}
 
 

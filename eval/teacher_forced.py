@@ -244,14 +244,14 @@ def expected(of: Overlap, depth: int) -> SpecDecodingStats:
     drafted = 0.0
     for written in range(1, text.generated):
         begin = begins[written]
-        deepest = max(0, min(depth, text.limit - written - 1))
-        drafted += begin * deepest
+        tree_depth = max(0, min(depth, text.limit - written - 1))
+        drafted += begin * tree_depth
         survive = 1.0
-        for d in range(deepest + 1):
-            accept = float(of.accept_prob[written - 1, d]) if d < deepest else 0.0
+        for d in range(tree_depth + 1):
+            accept = float(of.accept_prob[written - 1, d]) if d < tree_depth else 0.0
             begins[min(written + d + 1, text.generated)] += begin * survive * (1 - accept)
             survive *= accept
-            if d < deepest:
+            if d < tree_depth:
                 reached[d] += begin * survive
     steps = sum(begins[1 : text.generated], 0.0)
     return SpecDecodingStats(float(text.generated - 1), steps, drafted, math.fsum(reached), reached)
@@ -266,14 +266,14 @@ class WorkloadTexts(NamedTuple):
 
 
 def answered_texts(
-    workload: Workload[Prompt], target: Target, settings: RequestParams, runs: Sequence[Sequence[Generation]]
+    workload: Workload[Prompt], target: Target, params: RequestParams, runs: Sequence[Sequence[Generation]]
 ) -> WorkloadTexts:
     """Return the texts of autoregressive decoding, given all repeats of each prompt."""
     texts = [
-        of_answer(target, prompt.token, median_run(repeats).tokens, settings)
+        of_answer(target, prompt.token, median_run(repeats).tokens, params)
         for prompt, repeats in zip(workload.prompts, runs, strict=True)
     ]
-    return WorkloadTexts(workload, settings.sampling.temperature, texts)
+    return WorkloadTexts(workload, params.sampling.temperature, texts)
 
 
 def generate_answers(
@@ -283,10 +283,10 @@ def generate_answers(
     texts_of = []
     for workload in workloads:
         for temperature in config.temperature:
-            settings = config.settings(temperature)
+            params = config.params(temperature)
             prompts = progress(workload.prompts, "writing the texts")
-            runs = [[autoregress(target, prompt.token, settings)] for prompt in prompts]
-            texts_of.append(answered_texts(workload, target, settings, runs))
+            runs = [[autoregress(target, prompt.token, params)] for prompt in prompts]
+            texts_of.append(answered_texts(workload, target, params, runs))
     return texts_of
 
 
@@ -308,14 +308,14 @@ def within_context(text: Text, id_: str, name: str, target: Target, truncate: bo
     Refuse unknown tokens, and a text that is too long and must not be shortened.
     """
     check_known(text.token, f"workload {name}, record {id_}", target)
-    over = max(len(text.token) - target.context, 0)
+    over = max(len(text.token) - target.max_model_len, 0)
     if over and (not truncate or over >= text.start):
         raise ValueError(
             f"workload {name}, record {id_}: {len(text.token)} tokens with its answer, but the target's context is "
-            f"{target.context}: give a smaller max_new_tokens, or truncate=true to keep each text's end"
+            f"{target.max_model_len}: give a smaller max_new_tokens, or truncate=true to keep each text's end"
         )
     start = text.start - over
-    return Text(text.token[over:], start, min(text.limit, target.context - start))
+    return Text(text.token[over:], start, min(text.limit, target.max_model_len - start))
 
 
 def teacher_forced_rows(
@@ -337,7 +337,7 @@ def teacher_forced_rows(
             is_sampled = temperature > 0 and tree.kind in SAMPLED
             if is_sampled and tree.kind != "chain":
                 continue
-            sampling, depth = config.sampling(temperature), min(head.max_depth, tree.deepest)
+            sampling, depth = config.sampling(temperature), min(head.max_depth, tree.tree_depth)
             grown = [tree] if tree.kind in BY_CONFIDENCE else []
             read = progress(texts, "drafting along the texts")
             records = [rank_text(target, head, text, grown, depth, sampling=sampling) for text in read]

@@ -158,9 +158,9 @@ def tune(config: TuneConfig, target: Target, prompts: Prompts) -> Tuning:
     schedule is written too. Half of the prompts select the tree; the other half predicts and measures its speed. Refuse
     another target's head, answers of one token, and a batch size that the target cannot verify.
     """
-    nodes = [nodes for nodes in config.tuner.nodes if nodes < target.context]
+    nodes = [nodes for nodes in config.tuner.nodes if nodes < target.max_model_len]
     grid = replace(config.tuner, nodes=nodes or [1])
-    settings, sizes, (run,) = config.settings(0.0), sorted(set(config.batch_size)), config.runs()
+    params, sizes, (run,) = config.params(0.0), sorted(set(config.batch_size)), config.runs()
     # Fails now instead of after minutes if the target supports no batch.
     Batch(target, Baseline(target.device), sizes[-1])
     folder = resolve_head(run)
@@ -172,18 +172,18 @@ def tune(config: TuneConfig, target: Target, prompts: Prompts) -> Tuning:
     answered = [
         (prompt, text)
         for prompt in progress(prompts, "writing the texts")
-        for text in write(target, [prompt.token], settings)
+        for text in write(target, [prompt.token], params)
     ]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
-    deepest = min(head.max_depth, max(current.deepest, *grid.depths))
-    grown = largest(grid, current, deepest)
-    ranked = [rank_text(target, head, text, grown, deepest) for _, text in progress(answered, "simulating")]
+    tree_depth = min(head.max_depth, max(current.tree_depth, *grid.depths))
+    grown = largest(grid, current, tree_depth)
+    ranked = [rank_text(target, head, text, grown, tree_depth) for _, text in progress(answered, "simulating")]
     chosen, held = ranked[::2], ranked[1::2] or ranked  # a single text is in both
     table = acceptance(torch.tensor([ranks for text in chosen for ranks in text.rank]), max(grid.top_k))
     trees = [
         Tried(family, tree, tau_along(chosen, tree), tau_along(held, tree))
-        for family, members in proposed(grid, table, current, deepest, target.takes_trees).items()
+        for family, members in proposed(grid, table, current, tree_depth, target.takes_trees).items()
         for tree in members
     ]
     tokens = [prompt.token for prompt, _ in answered]
@@ -193,7 +193,7 @@ def tune(config: TuneConfig, target: Target, prompts: Prompts) -> Tuning:
         finalists, group = trees, "kind" if results else "family"
         for samples in (grid.samples, AGAIN * grid.samples):
             of_baseline, seconds = step_seconds(
-                target, head, [one.tree for one in finalists], tokens, settings, samples, batch
+                target, head, [one.tree for one in finalists], tokens, params, samples, batch
             )
             priced = sorted(zip(finalists, seconds, strict=True), key=lambda pair: pair[1] / pair[0].chosen)
             if finalists is trees:
@@ -237,7 +237,7 @@ def step_seconds(
     head: Any,
     trees: Sequence[TreeConfig],
     prompts: Sequence[Tokens],
-    settings: RequestParams,
+    params: RequestParams,
     samples: int,
     batch: int,
 ) -> tuple[float, list[float]]:
@@ -249,30 +249,30 @@ def step_seconds(
     schedule = Schedule([ScheduleLine(1 + i, tree) for i, tree in enumerate(trees)])  # one line per tree
     seconds: list[list[float]] = [[] for _ in trees]
     of_baseline: list[float] = []
-    shuffle = random.Random(settings.seed)
+    shuffle = random.Random(params.seed)
     with target.uncaptured(), Bar((1 + samples) * len(trees), f"timing steps, batch size {batch}") as bar:
-        baseline = timed_steps(batch_of(target, Baseline(target.device), batch), prompts, settings)
+        baseline = timed_steps(batch_of(target, Baseline(target.device), batch), prompts, params)
         rotating = batch_of(target, HeadDrafter(head, trees[0], "trees", schedule), batch)
-        drafting, drafts = timed_steps(rotating, prompts, settings), cast(Any, rotating.draft_batch)
-        choose = drafts.choose
+        drafting, drafts = timed_steps(rotating, prompts, params), cast(Any, rotating.draft_batch)
+        select_tree = drafts.select_tree
         next(baseline)
         for turn in range(1 + samples):
             for index in shuffle.sample(range(len(trees)), len(trees)):
                 if bar.done % PER_BASELINE == 0:
                     of_baseline.append(next(baseline))
-                drafts.choose = lambda _, line=1 + index: choose(line)
+                drafts.select_tree = lambda _, line=1 + index: select_tree(line)
                 spent = next(drafting)
                 seconds[index] += [spent] if turn else []
                 bar.show(bar.done + 1)
     return typical(of_baseline), list(map(typical, seconds))
 
 
-def timed_steps(batch: Batch, prompts: Sequence[Tokens], settings: RequestParams) -> Iterator[float]:
+def timed_steps(batch: Batch, prompts: Sequence[Tokens], params: RequestParams) -> Iterator[float]:
     """Decode prompts in a batch repeatedly; yield the seconds of every step."""
     waiting = enumerate(cycle(prompts))
     while True:
         while batch.free:
-            batch.admit(*next(waiting), settings)
+            batch.admit(*next(waiting), params)
         begin = clock(batch.target.device)
         batch.step()
         yield clock(batch.target.device) - begin
@@ -290,17 +290,12 @@ def typical(values: Sequence[float]) -> float:
 
 
 def timed(
-    config: TuneConfig,
-    target: Target,
-    head: Any,
-    groups: Sequence[Sequence[Candidate]],
-    prompts: Prompts,
-    batch: int,
+    config: TuneConfig, target: Target, head: Any, groups: Sequence[Sequence[Candidate]], prompts: Prompts, batch: int
 ) -> AtBatch:
     """Return the candidates; the first of each group is timed, in one session, once their tokens are compared."""
     drafters = {str(i): HeadDrafter(head, members[0].tree, str(i)) for i, members in enumerate(groups)}
-    setup = Setup(target, drafters, cycled(prompts, batch), config.settings(0.0))
-    once = decoded_once(setup._replace(settings=replace(setup.settings, logit_gaps=True)), batch)
+    setup = Setup(target, drafters, cycled(prompts, batch), config.params(0.0))
+    once = decoded_once(setup._replace(params=replace(setup.params, logit_gaps=True)), batch)
     ids = [prompt.id for prompt in setup.prompts]
     gates = {drafter_label(name, batch): gate(once[BASELINE], once[name], ids, target.dtype) for name in drafters}
     # All have already run once, so no warm-up is needed.
@@ -387,13 +382,13 @@ def largest(grid: TunerConfig, current: TreeConfig, depth: int) -> list[TreeConf
 
 
 def proposed(
-    grid: TunerConfig, table: Rates, current: TreeConfig, deepest: int, takes_trees: bool
+    grid: TunerConfig, table: Rates, current: TreeConfig, tree_depth: int, takes_trees: bool
 ) -> dict[str, list[TreeConfig]]:
     """Return the trees to try, by family; only chains if the target verifies only chains.
 
-    `table` is the acceptance by depth and rank, `current` the head's saved tree, `deepest` the head's depth.
+    `table` is the acceptance by depth and rank, `current` the head's saved tree, `tree_depth` the head's depth.
     """
-    depths = [depth for depth in grid.depths if depth <= deepest] or [deepest]
+    depths = [depth for depth in grid.depths if depth <= tree_depth] or [tree_depth]
     families = {CHAIN: [TreeConfig("chain", depth, 0, 0, [], []) for depth in depths]}
     if takes_trees:
         static = best_static(non_increasing(table[: max(depths)]), max(grid.nodes))

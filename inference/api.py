@@ -59,7 +59,7 @@ class GenerateConfig(RequestConfig):
 
     def request(self) -> RequestParams:
         """Return the request's parameters."""
-        return self.settings(self.temperature, stop=self.stop)
+        return self.params(self.temperature, stop=self.stop)
 
 
 @cache
@@ -119,13 +119,13 @@ def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
 
 
 def generate(
-    target: Target, drafter: DrafterLike, prompt: str | Tokens, settings: RequestParams | None = None,
+    target: Target, drafter: DrafterLike, prompt: str | Tokens, params: RequestParams | None = None,
     on_text: OnText | None = None,
 ) -> tuple[str, Generation]:  # fmt: skip
     """Decode one prompt, text or tokens; return the generated text and its `Generation`.
 
     `on_text` receives pieces of whole characters while they are decoded, each with the origin of its last token. The
-    default settings are those of conf/generate.yaml. `inference.decode.speculate` decodes batches.
+    default params are those of conf/generate.yaml. `inference.decode.speculate` decodes batches.
 
     Raises:
         ValueError: the prompt or a parameter is invalid; see `speculate`.
@@ -139,7 +139,7 @@ def generate(
             if pieces[-1] and on_text is not None:
                 on_text(pieces[-1], origin)
 
-    generation = speculate(target, drafter, ids, settings or configured().request(), receive)
+    generation = speculate(target, drafter, ids, params or configured().request(), receive)
     if (rest := stream.rest()) and on_text is not None:
         on_text(rest, "bonus")
     pieces.append(rest)

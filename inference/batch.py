@@ -75,7 +75,7 @@ class Batch:
     def nbytes(self) -> Counter[torch.device]:
         """Bytes by device of the target's and the head's KV caches, allocated or not."""
         total = self.cache.storage.nbytes
-        if (rows := self.draft_batch.traits.rows) is not None:
+        if (rows := self.draft_batch.traits.head_batch) is not None:
             total[self.target.device] += rows.nbytes
         return total
 
@@ -89,18 +89,20 @@ class Batch:
         """Number of free slots."""
         return self.size - len(self.running)
 
-    def admit(self, request_index: int, prompt: Tokens, settings: RequestParams) -> Generation:
+    def admit(self, request_index: int, prompt: Tokens, params: RequestParams) -> Generation:
         """Prefill a request's prompt; return its generation, which later steps extend."""
-        if self.swappable is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
+        if self.swappable is not None and params.rule not in (AUTO, COUPLED) and not is_lossy(params.rule):
             raise ValueError(
-                f"rule={settings.rule} is not for every tree, and a SwappableDrafter may change the drafter: choose "
+                f"rule={params.rule} is not for every tree, and a SwappableDrafter may change the drafter: choose "
                 f"rule={AUTO} or rule={COUPLED}"
             )
         self.take_new_drafter()
-        self.reserve(needed_entries(self.target, prompt, settings))
+        self.reserve(needed_entries(self.target, prompt, params))
         slot = self.slots.index(None) if None in self.slots else len(self.slots)
-        request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
-        self.draft_batch.start_sequence(slot, request.context, request.prefill(self.draft_batch.traits.feature_layers))
+        request = Request(self.target, prompt, params, self.cache.allocate(slot), request_index)
+        self.draft_batch.start_sequence(
+            slot, request.token_ids, request.prefill(self.draft_batch.traits.feature_layers)
+        )
         request.generation.prefill_s = clock(self.target.device) - request.start_s
         self.slots[slot : slot + 1] = [request]
         return request.generation
@@ -110,13 +112,13 @@ class Batch:
         self.capacity = max(self.capacity, capacity)
         traits = self.draft_batch.traits
         self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, traits.max_nodes) if self.capacity else 0)
-        if traits.rows is not None:
-            traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity))
+        if traits.head_batch is not None:
+            traits.head_batch.reserve(round_up_kv_length(self.cache.storage.capacity))
 
     def release(self) -> None:
         """Free the slots of finished sequences."""
         for slot, request in enumerate(self.slots):
-            if request is not None and request.generation.finish:
+            if request is not None and request.generation.finish_reason:
                 request.generation.latency_s = clock(self.target.device) - request.start_s
                 self.slots[slot] = None
 
@@ -164,8 +166,8 @@ class Batch:
         check_size(self.target, draft_batch.traits.max_nodes, drafter.name)
         if draft_batch.traits.single and self.size > 1:
             raise ValueError(f"{drafter.name} drafts for one sequence at a time: give batch_size=1")
-        if draft_batch.traits.rows is not None:
-            draft_batch.traits.rows.reserve(
+        if draft_batch.traits.head_batch is not None:
+            draft_batch.traits.head_batch.reserve(
                 round_up_kv_length(self.cache.storage.capacity + draft_batch.traits.max_nodes)
             )
         self.start(draft_batch)
@@ -176,9 +178,9 @@ class Batch:
     def start(self, draft_batch: DraftBatch) -> None:
         """Prefill every running text into a draft batch."""
         for slot, request in enumerate(self.running):
-            token = torch.tensor(request.context[:-1], device=self.target.device)
+            token = torch.tensor(request.token_ids[:-1], device=self.target.device)
             out = self.target.prefill(token, self.target.cache(len(token)), draft_batch.traits.feature_layers)
-            draft_batch.start_sequence(slot, request.context, out)
+            draft_batch.start_sequence(slot, request.token_ids, out)
 
     def step(self) -> None:
         """Decode one step of all sequences."""
@@ -231,6 +233,6 @@ def release(target: Target, drafter: DrafterLike, batch: Batch) -> None:
         del target.idle[next(iter(target.idle))]
 
 
-def needed_entries(target: Target, prompt: Tokens, settings: RequestParams) -> int:
+def needed_entries(target: Target, prompt: Tokens, params: RequestParams) -> int:
     """Return the number of cache entries that a request's text needs."""
-    return min(len(prompt) + settings.max_new_tokens, target.context)
+    return min(len(prompt) + params.max_new_tokens, target.max_model_len)

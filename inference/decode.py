@@ -21,7 +21,7 @@ OnBatchTokens = Callable[[int, Tokens, list[str]], None]  # the prompt's index, 
 
 @overload
 def speculate(
-    target: Target, drafter: DrafterLike, prompts: Tokens, settings: RequestParams, on_tokens: OnTokens | None = None
+    target: Target, drafter: DrafterLike, prompts: Tokens, params: RequestParams, on_tokens: OnTokens | None = None
 ) -> Generation: ...
 
 
@@ -30,7 +30,7 @@ def speculate(
     target: Target,
     drafter: DrafterLike,
     prompts: Sequence[Tokens],
-    settings: RequestParams | Sequence[RequestParams],
+    params: RequestParams | Sequence[RequestParams],
     on_tokens: OnBatchTokens | None = None,
     batch_size: int = 1,
 ) -> list[Generation]: ...
@@ -38,18 +38,18 @@ def speculate(
 
 @torch.inference_mode()
 def speculate(
-    target: Target, drafter: DrafterLike, prompts: Any, settings: Any, on_tokens: Any = None, batch_size: int = 1
+    target: Target, drafter: DrafterLike, prompts: Any, params: Any, on_tokens: Any = None, batch_size: int = 1
 ) -> Any:
     """Decode one prompt or several with a drafter; each output is distributed as the target's own.
 
     Several prompts are decoded `batch_size` at a time: when a sequence ends, the next prompt takes its slot. Each
-    request has its own settings, seed and state; each slot has its own clone of a drafter with memory.
+    request has its own params, seed and state; each slot has its own clone of a drafter with memory.
 
     Args:
         target: the frozen target.
         drafter: the drafter; a `SwappableDrafter` may be swapped meanwhile.
         prompts: token ids of one prompt, or of several.
-        settings: the request's parameters; for several prompts one for all, or a list with one each.
+        params: the request's parameters; for several prompts one for all, or a list with one each.
         on_tokens: called after every pass with the new tokens and their origins ("prefill", "draft", "bonus"); for
             several prompts the prompt's index comes first.
         batch_size: sequences in one target pass.
@@ -58,7 +58,7 @@ def speculate(
         One generation, or those of all prompts in their order.
 
     Raises:
-        ValueError: no prompt or an empty one, one that fills the target's context or has unknown tokens; settings for
+        ValueError: no prompt or an empty one, one that fills the target's context or has unknown tokens; params for
             another number of prompts; a batch size below 1; a tree larger than the context; a rule that does not
             support the drafts; or a batch on a target whose attention ignores a custom mask.
     """
@@ -71,15 +71,15 @@ def speculate(
             f"prompts is a {type(prompts).__name__}: give a list of token ids, or a list of such lists; a tensor has "
             "tolist(), and inference.api.generate takes text"
         )
-    shared = isinstance(settings, RequestParams)
+    shared = isinstance(params, RequestParams)
     is_single = not (len(prompts) and isinstance(prompts[0], list))
     if is_single and not shared:
-        raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
+        raise ValueError("params is a list, but the prompt is one: give its params, or a list of prompts")
     listed_prompts = [prompts] if is_single else prompts
-    several = [settings] * len(listed_prompts) if shared else list(settings)
+    several = [params] * len(listed_prompts) if shared else list(params)
     if len(several) != len(listed_prompts):
         raise ValueError(
-            f"there are {len(several)} settings for {len(listed_prompts)} prompts: give one for all, or one each"
+            f"there are {len(several)} params for {len(listed_prompts)} prompts: give one for all, or one each"
         )
     requests: list[tuple[Tokens, RequestParams]] = list(zip(listed_prompts, several, strict=True))
     for prompt, _ in requests:
@@ -90,8 +90,8 @@ def speculate(
     reported = [0] * len(requests)
     while waiting or batch.running:
         if waiting and batch.free:
-            request_index, (prompt, settings) = waiting.popleft()
-            generations[request_index] = batch.admit(request_index, prompt, settings)
+            request_index, (prompt, params) = waiting.popleft()
+            generations[request_index] = batch.admit(request_index, prompt, params)
         else:
             batch.step()
         if on_tokens is not None:
@@ -107,8 +107,6 @@ def speculate(
     return generations[0] if is_single else [generations[request_index] for request_index in range(len(requests))]
 
 
-def autoregress(
-    target: Target, prompt: Tokens, settings: RequestParams, on_tokens: OnTokens | None = None
-) -> Generation:
+def autoregress(target: Target, prompt: Tokens, params: RequestParams, on_tokens: OnTokens | None = None) -> Generation:
     """Decode one prompt autoregressively, in the same engine."""
-    return speculate(target, Baseline(target.device), prompt, settings, on_tokens)
+    return speculate(target, Baseline(target.device), prompt, params, on_tokens)

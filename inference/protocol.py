@@ -11,7 +11,7 @@ from heads.base import DraftHead, Layers, Tokens
 from heads.shapes import Nodes, PerSequence
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
-from inference.verification.rng import Draws, Samples
+from inference.verification.rng import RequestRng, Samples
 from inference.verification.sample import Distributions, Sampling
 from inference.verification.tree import AncestorMask, DraftTree, LookAhead
 
@@ -77,7 +77,7 @@ class Drafted(NamedTuple):
         return Drafted(DraftTree(*(rows[:count] for rows in self.tree)), ancestor_mask, q, depth, noise)
 
 
-class Context(NamedTuple):
+class DraftContext(NamedTuple):
     """The input of a drafter on the host: a sequence's tokens, sampling parameters, random numbers and depth limit.
 
     No node is deeper than `max_draft_depth`, where the target's context or the answer ends; deeper look-ahead tokens
@@ -88,7 +88,7 @@ class Context(NamedTuple):
 
     token: Tokens
     sampling: Sampling
-    draws: Draws
+    draws: RequestRng
     max_draft_depth: int
     cache: TargetCache | None = None
 
@@ -100,19 +100,19 @@ class Context(NamedTuple):
         seen[..., self.token] = True
         return seen
 
-    def roots(self, like: Distributions, deepest: int) -> DraftInputs:
-        """Return the draft inputs of this sequence for a tree of depth `deepest` and logits `like`."""
+    def roots(self, like: Distributions, tree_depth: int) -> DraftInputs:
+        """Return the draft inputs of this sequence for a tree of depth `tree_depth` and logits `like`."""
         token = torch.tensor([self.token[-1:]], device=like.device)
         seen_tokens = self.seen_tokens(like)
         noise = samples = None
         if self.sampling.temperature > 0 and self.draws.coupled:
-            noise = self.draws.noise(range(deepest), like)[None]
+            noise = self.draws.noise(range(tree_depth), like)[None]
         elif self.sampling.temperature > 0:
             samples = self.draws.samples(like.device)
         return DraftInputs(token, self.sampling, seen_tokens, noise, samples)
 
 
-Contexts = Sequence[Context | None]  # contexts by slot; None for an idle one
+Contexts = Sequence[DraftContext | None]  # contexts by slot; None for an idle one
 
 
 class Proposal(NamedTuple):
@@ -155,26 +155,26 @@ class DraftTraits(NamedTuple):
         reads_logits: whether `update` reads the target's logits.
         single: whether it drafts for one sequence at a time: a batch then has one slot.
         max_nodes: the most nodes of a tree, the root included; drafters on the host state it in each step's plan.
-        rows: the batch of a head, which reads verified rows (`HeadBatch`); None if it reads no features.
+        head_batch: the batch of a head, which reads verified rows (`HeadBatch`); None if it reads no features.
     """
 
     on_device: bool = True
     reads_logits: bool = False
     single: bool = False
     max_nodes: int = 1
-    rows: Any = None
+    head_batch: Any = None
 
     @property
     def feature_layers(self) -> Layers:
         """The target layers whose outputs the drafter reads."""
-        return () if self.rows is None else self.rows.feature_layers
+        return () if self.head_batch is None else self.head_batch.feature_layers
 
 
 class DraftPlan(NamedTuple):
     """The plan of one step's drafts.
 
     Attributes:
-        deepest: the greatest depth of a node; 0 if nothing is drafted.
+        tree_depth: the greatest depth of a node; 0 if nothing is drafted.
         max_nodes: the most nodes of a tree, the root included.
         chain: whether the trees are chains, so that an accepted path is a prefix of them.
         sampled: parents of the nodes in a shape that is sampled if roots have samples, -1 for the root; None if all
@@ -184,7 +184,7 @@ class DraftPlan(NamedTuple):
         tree_id: id of the tree policy, part of the graph key.
     """
 
-    deepest: int = 0
+    tree_depth: int = 0
     max_nodes: int = 1
     chain: bool = True
     sampled: tuple[int, ...] | None = None

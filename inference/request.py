@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.base import Layers, Tokens
-from inference.protocol import Context
+from inference.protocol import DraftContext
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target, check_prompt
-from inference.verification.rng import Draws, sample_tokens, seed_key
+from inference.verification.rng import RequestRng, sample_tokens, seed_key
 from inference.verification.rules import AUTO, COUPLED, RULES, is_lossy
 from inference.verification.sample import Sampling, process_logits, top2_gap
 from inference.verification.tree import DraftTree
@@ -86,7 +86,7 @@ class RequestConfig:
         """Return the sampling parameters at a temperature."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
-    def settings(self, temperature: float, logit_gaps: bool = False, stop: Sequence[str] = ()) -> RequestParams:
+    def params(self, temperature: float, logit_gaps: bool = False, stop: Sequence[str] = ()) -> RequestParams:
         """Return the request's parameters at a temperature."""
         return RequestParams(
             self.max_new_tokens,
@@ -143,7 +143,7 @@ class Generation:
     logit_gaps: list[float] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    finish: str = ""
+    finish_reason: str = ""
     latency_s: float = 0.0
     target_passes: list[Pass] = field(default_factory=list)
 
@@ -157,29 +157,29 @@ class Request:
     """A running request: its text so far, its limits and stops, and its result."""
 
     def __init__(
-        self, target: Target, prompt: Tokens, settings: RequestParams, cache: TargetCache, request_index: int = 0
+        self, target: Target, prompt: Tokens, params: RequestParams, cache: TargetCache, request_index: int = 0
     ) -> None:
         check_prompt(target, prompt)
-        self.target, self.settings, self.cache = target, settings, cache
+        self.target, self.params, self.cache = target, params, cache
         self.request_index = request_index
-        self.limit = min(settings.max_new_tokens, target.context - len(prompt))
-        self.context = list(prompt)
+        self.limit = min(params.max_new_tokens, target.max_model_len - len(prompt))
+        self.token_ids = list(prompt)
         self.generation = Generation()
-        self.key = seed_key(settings.seed)  # random key of the request
+        self.rng_key = seed_key(params.seed)  # random key of the request
         self.start_s = time.perf_counter()
 
     @torch.inference_mode()
     def prefill(self, layers: Layers) -> TargetOutput:
         """Run the prompt and choose the first token."""
-        token = torch.tensor(self.context, device=self.target.device)
-        key, position = torch.tensor([[self.key], [len(token)]], device=token.device)
-        settings = self.settings
+        token = torch.tensor(self.token_ids, device=self.target.device)
+        key, position = torch.tensor([[self.rng_key], [len(token)]], device=token.device)
+        params = self.params
         out = self.target.prefill(token, self.cache, layers)
         assert out.logits is not None
         logits = self.process_logits(out.logits[0])
-        first = sample_tokens(logits, settings.sampling, key, position)
-        self.emit(first.tolist(), ["prefill"], top2_gap(logits).tolist() if settings.logit_gaps else [])
-        if settings.keep_passes:
+        first = sample_tokens(logits, params.sampling, key, position)
+        self.emit(first.tolist(), ["prefill"], top2_gap(logits).tolist() if params.logit_gaps else [])
+        if params.keep_passes:
             self.generation.target_passes.append(
                 Pass(torch.cat([token[1:], first]), out._replace(logits=None), None, [], out.last_hidden[0])
             )
@@ -189,15 +189,15 @@ class Request:
         """Return the next token's logits after the repetition penalty; EOS tokens are masked before min_new_tokens."""
         seen = self.draft_context().seen_tokens(logits)
         early = self.target.eos_mask if self.min_tokens_left > 0 else None
-        return process_logits(logits, self.settings.sampling, None if seen is None else seen[0], early)
+        return process_logits(logits, self.params.sampling, None if seen is None else seen[0], early)
 
-    def draft_context(self) -> Context:
+    def draft_context(self) -> DraftContext:
         """Return the context that a drafter on the host reads."""
         max_draft_depth = self.max_draft_depth
-        if self.target.switch is not None:
-            max_draft_depth = self.target.switch.max_draft_depth(self.cache.length, max_draft_depth)
-        draws = Draws(self.key, len(self.context), self.settings.rule == COUPLED)
-        return Context(self.context, self.settings.sampling, draws, max_draft_depth, self.cache)
+        if self.target.longrope is not None:
+            max_draft_depth = self.target.longrope.max_draft_depth(self.cache.length, max_draft_depth)
+        draws = RequestRng(self.rng_key, len(self.token_ids), self.params.rule == COUPLED)
+        return DraftContext(self.token_ids, self.params.sampling, draws, max_draft_depth, self.cache)
 
     @property
     def max_draft_depth(self) -> int:
@@ -207,7 +207,7 @@ class Request:
     @property
     def min_tokens_left(self) -> int:
         """The tokens that are left until min_new_tokens."""
-        return self.settings.min_new_tokens - len(self.generation.tokens)
+        return self.params.min_new_tokens - len(self.generation.tokens)
 
     def emit(self, tokens: Tokens, origins: list[str], gaps: list[float]) -> int:
         """Append tokens up to the end of the answer; return how many were appended."""
@@ -215,27 +215,27 @@ class Request:
         for i, token in enumerate(tokens):
             generation.tokens.append(token)
             generation.origins.append(origins[i])
-            if self.settings.logit_gaps:
+            if self.params.logit_gaps:
                 generation.logit_gaps.append(gaps[i])
             if token in self.target.eos:
-                generation.finish = "eos"
+                generation.finish_reason = "eos"
             elif self.stopped():
-                generation.finish = "stop"
+                generation.finish_reason = "stop"
             elif len(generation.tokens) >= self.limit:
-                generation.finish = "length"
-            if generation.finish:
+                generation.finish_reason = "length"
+            if generation.finish_reason:
                 break
         taken = len(generation.tokens) - before
-        self.context.extend(tokens[:taken])
+        self.token_ids.extend(tokens[:taken])
         return taken
 
     def stopped(self) -> bool:
         """Whether the text has a stop string; only the last tokens are decoded, since each adds a byte or more."""
-        if not self.settings.stop:
+        if not self.params.stop:
             return False
-        tail = max(len(stop.encode()) for stop in self.settings.stop) + 8
+        tail = max(len(stop.encode()) for stop in self.params.stop) + 8
         text = self.target.tokenizer.decode(self.generation.tokens[-tail:])
-        return any(stop in text for stop in self.settings.stop)
+        return any(stop in text for stop in self.params.stop)
 
 
 def clock(device: torch.device) -> float:

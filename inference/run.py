@@ -52,30 +52,30 @@ def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase)
 def summary(generation: Generation) -> str:
     """Return one line of numbers: τ and the speed of decoding, without the prefill and its token."""
     if not generation.steps:
-        return f"{len(generation.tokens)} token from the prefill alone ({generation.finish})"
+        return f"{len(generation.tokens)} token from the prefill alone ({generation.finish_reason})"
     rate = (len(generation.tokens) - 1) / generation.decode_s if generation.decode_s else 0.0
     return (
         f"τ {generation.tau:.2f}, {rate:.1f} tokens/s, {len(generation.tokens)} tokens in {len(generation.steps)} "
-        f"target passes after the prefill ({generation.finish}); {STYLES['draft']}: drafted, {STYLES['bonus']}: the "
-        "target's own"
+        f"target passes after the prefill ({generation.finish_reason}); {STYLES['draft']}: drafted, {STYLES['bonus']}: "
+        "the target's own"
     )
 
 
 def answer(
-    target: Target, drafter: Drafter, ids: Tokens, settings: RequestParams, console: Console
+    target: Target, drafter: Drafter, ids: Tokens, params: RequestParams, console: Console
 ) -> tuple[str, Generation]:
     """Decode one prompt, stream it, and print a summary; return the text and the generation."""
 
     def show(piece: str, origin: str) -> None:
         console.out(visible(piece), style=STYLES[origin], highlight=False, end="")  # no markup, no control characters
 
-    text, generation = api.generate(target, drafter, ids, settings, show)
+    text, generation = api.generate(target, drafter, ids, params, show)
     console.print()
     console.print(Text(summary(generation), style="dim"), soft_wrap=True)
     return text, generation
 
 
-def converse(target: Target, drafter: Drafter, lines: Iterable[str], settings: RequestParams, console: Console) -> None:
+def converse(target: Target, drafter: Drafter, lines: Iterable[str], params: RequestParams, console: Console) -> None:
     """Answer line after line, each in view of all before it; empty lines are skipped, a person is shown a sign."""
     messages: list[dict[str, str]] = []
     sign = "> " if sys.stdin.isatty() and lines is sys.stdin else ""
@@ -83,7 +83,7 @@ def converse(target: Target, drafter: Drafter, lines: Iterable[str], settings: R
     for line in lines:
         if line.strip():
             messages.append({"role": "user", "content": line.strip()})
-            text, _ = answer(target, drafter, chat_ids(messages, target.tokenizer), settings, console)
+            text, _ = answer(target, drafter, chat_ids(messages, target.tokenizer), params, console)
             messages.append({"role": "assistant", "content": text})
         console.out(sign, end="")
 
@@ -92,13 +92,13 @@ def generate(config: GenerateConfig, console: Console) -> None:
     """Run the command: a prompt, a chat of one prompt, or a chat from stdin."""
     if config.prompt is None and not config.chat and sys.stdin.isatty():
         raise ValueError("prompt is missing: give prompt='\"...\"', pipe one in, or chat=true")
-    settings = config.request()
+    params = config.request()
     target, drafter = api.loaded(config)
     if config.chat:
-        converse(target, drafter, sys.stdin if config.prompt is None else [config.prompt], settings, console)
+        converse(target, drafter, sys.stdin if config.prompt is None else [config.prompt], params, console)
     else:
         prompt = sys.stdin.read() if config.prompt is None else config.prompt
-        answer(target, drafter, text_ids(prompt, target.tokenizer), settings, console)
+        answer(target, drafter, text_ids(prompt, target.tokenizer), params, console)
 
 
 @command("generate")

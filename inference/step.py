@@ -47,7 +47,7 @@ class Slots(NamedTuple):
         max_draft_depth: drafted tokens that may still be accepted.
         min_tokens_left: tokens left until min_new_tokens; EOS tokens are masked until then.
         active: 1 for a sequence, 0 for an idle slot.
-        key: random key of the request.
+        rng_key: random key of the request.
         seen_tokens: mask of the tokens that occur in the text, if there is a repetition penalty.
     """
 
@@ -56,7 +56,7 @@ class Slots(NamedTuple):
     max_draft_depth: PerSequence
     min_tokens_left: PerSequence
     active: PerSequence
-    key: PerSequence
+    rng_key: PerSequence
     seen_tokens: Bool[Tensor, "B V"]
 
 
@@ -74,7 +74,7 @@ class DeviceStep:
     def __init__(self, target: Target, cache: BatchCache, draft_batch: DraftBatch, name: str) -> None:
         self.target, self.cache, self.draft_batch, self.name = target, cache, draft_batch, name
         self.plan = DraftPlan()
-        fixed = draft_batch.traits.on_device and target.takes_trees and target.switch is None
+        fixed = draft_batch.traits.on_device and target.takes_trees and target.longrope is None
         self.fixed_shapes = target.device.type == "cuda" and fixed
         self.graphs: Any = Graphs(target.device) if target.captures and fixed else None
         self.compiled_stages = StageCache()
@@ -94,7 +94,7 @@ class DeviceStep:
     def load_slots(self, requests: Requests) -> None:
         """Write the requests' state to the slots, after requests have joined or left."""
         values = [
-            [one.context[-1], one.cache.length, one.max_draft_depth, one.min_tokens_left, 1, one.key]
+            [one.token_ids[-1], one.cache.length, one.max_draft_depth, one.min_tokens_left, 1, one.rng_key]
             for one in requests
         ]
         # An idle slot has length 1: attention over no keys gives NaN.
@@ -104,7 +104,7 @@ class DeviceStep:
         for slot, request in enumerate(requests):
             if (seen_tokens := request.draft_context().seen_tokens(self.slots.seen_tokens)) is not None:
                 self.slots.seen_tokens[slot] = seen_tokens
-        self.masks_eos = bool(self.target.eos) and any(request.settings.min_new_tokens for request in requests)
+        self.masks_eos = bool(self.target.eos) and any(request.params.min_new_tokens for request in requests)
         self.current = list(requests)
 
     @torch.inference_mode()
@@ -127,16 +127,16 @@ class DeviceStep:
             count, drafts, *rest = rows[slot]
             token, path, ranks, bits = (rest[i * width :][:count] for i in range(4))
             gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))
-            request.cache.keep(len(request.context) - 1, [*range(count)])  # the indices after compaction
+            request.cache.keep(len(request.token_ids) - 1, [*range(count)])  # the indices after compaction
             committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
             from_draft = min(count - 1, committed)
             rule = rules.NOTHING
             if drafts:
                 has_q = not self.plan.has_q or self.plan.has_q[slot]
-                is_greedy = request.settings.sampling.temperature == 0 and not rules.is_lossy(request.settings.rule)
-                rule = rules.GREEDY_WALK if is_greedy else rules.label(self.rule(request.settings, has_q=has_q))
+                is_greedy = request.params.sampling.temperature == 0 and not rules.is_lossy(request.params.rule)
+                rule = rules.GREEDY_WALK if is_greedy else rules.label(self.rule(request.params, has_q=has_q))
             steps[slot] = Step(drafts, from_draft, committed, 0.0, 0.0, 0.0, rule, tuple(ranks[1 : from_draft + 1]))
-            if not request.generation.finish:
+            if not request.generation.finish_reason:
                 live[slot] = token, path
         emitting = time.perf_counter() - begin
         self.timer.mark(None)  # the host's time since then is measured from `begin`
@@ -144,7 +144,7 @@ class DeviceStep:
             self.commit(self.active(requests), out, accepted, width if self.compiles else max(row[0] for row in rows))
         for slot, (token, path) in live.items():
             self.draft_batch.update(slot, token, path, None if out.logits is None else out.logits[slot])
-            if requests[slot].settings.keep_passes:
+            if requests[slot].params.keep_passes:
                 limit = requests[slot].max_draft_depth + len(token)
                 target_pass = self.target_pass(slot, drafted, out, token, path, limit)
                 requests[slot].generation.target_passes.append(target_pass)
@@ -170,7 +170,7 @@ class DeviceStep:
         return Pass(following, features, nodes, [old.index(node) for node in path], out.last_hidden[slot, index])
 
     @torch.inference_mode()
-    def sample(self, requests: Requests) -> tuple[Tokens, Drafted]:
+    def dry_run(self, requests: Requests) -> tuple[Tokens, Drafted]:
         """Return the first token that a step would commit for each request, and the last group's drafts, uncommitted.
 
         The requests have equal sampling parameters.
@@ -181,7 +181,7 @@ class DeviceStep:
             drafted, result, *_ = self.run(requests, group, commits=False)
             tokens += [row[2] for row in result.tolist()[: len(group)]]
             for slot in group:
-                requests[slot].cache.keep(len(requests[slot].context) - 1, [])
+                requests[slot].cache.keep(len(requests[slot].token_ids) - 1, [])
         self.current = []
         return tokens, drafted
 
@@ -189,10 +189,10 @@ class DeviceStep:
         """Return the slots by pass: with equal sampling parameters, and on one side of longrope's switch."""
         if [*map(id, requests)] != [*map(id, self.current)]:
             self.load_slots(requests)
-        switch = self.target.switch
+        switch = self.target.longrope
         groups = defaultdict[Any, list[int]](list)
         for slot, request in enumerate(requests):
-            params = request.settings
+            params = request.params
             side = switch is not None and request.cache.length >= switch.length
             groups[params.sampling, params.rule, params.logit_gaps, side].append(slot)
         return list(groups.values())
@@ -207,14 +207,14 @@ class DeviceStep:
         self, requests: Requests, group: list[int], *, commits: bool = True
     ) -> tuple[Drafted, HostRows, TargetOutput, Accepted]:
         """Run a step of a group; return the drafts, the host's tensor, the target's output and the accepted paths."""
-        settings, timer, switch = requests[group[0]].settings, PhaseTimer(self.target.device), self.target.switch
+        params, timer, switch = requests[group[0]].params, PhaseTimer(self.target.device), self.target.longrope
         timer.mark(None)
         for slot in group:
             if switch is not None and switch.recomputes(requests[slot].cache.length):
                 cache = requests[slot].cache  # recompute its entries on the other side of the switch
                 prefix = cache.length
                 cache.keep(0, [])
-                self.target.prefill(torch.tensor(requests[slot].context, device=self.target.device), cache)
+                self.target.prefill(torch.tensor(requests[slot].token_ids, device=self.target.device), cache)
                 cache.keep(prefix, [])
         mixed = len(group) < len(requests)
         contexts = [request.draft_context() if slot in group else None for slot, request in enumerate(requests)]
@@ -229,31 +229,31 @@ class DeviceStep:
         self.plan = self.draft_batch.begin(contexts, longest)
         check_size(self.target, self.plan.max_nodes, self.name)
         for has_q in {True, *self.plan.has_q}:
-            self.rule(settings, has_q=has_q)  # raises if the rule does not support the drafts
+            self.rule(params, has_q=has_q)  # raises if the rule does not support the drafts
         slots = self.active(requests)
         if self.captures:
             self.graphs.keep(self.held_tensors())
         if self.compiles:
             self.compiled_stages.keep([*self.held_tensors(), *self.target.embeddings.kept_rows()])
-        return self.run_stages(slots, self.kv_length(longest), settings, timer, commits=commits)
+        return self.run_stages(slots, self.kv_length(longest), params, timer, commits=commits)
 
     def held_tensors(self) -> list[Tensor]:
         """Return the buffers that stages read and write in place."""
-        rows = self.draft_batch.traits.rows
+        rows = self.draft_batch.traits.head_batch
         return [*self.slots, *self.cache.storage.blocks, *([] if rows is None else rows.tensors())]
 
     def run_stages(
-        self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer, *, commits: bool = True
+        self, slots: Slots, kv_length: int, params: RequestParams, phase_timer: PhaseTimer, *, commits: bool = True
     ) -> tuple[Drafted, HostRows, TargetOutput, Accepted]:
         """Run a step's stages."""
-        self.penalises = settings.sampling.repetition_penalty != 1
+        self.penalises = params.sampling.repetition_penalty != 1
         self.timer = phase_timer
-        self.key = self.graph_key(kv_length, settings)
-        drafted = self.launch(DeviceStep.draft, self.slots if self.compiles else slots, self.key[0], settings)
+        self.stage_key = self.graph_key(kv_length, params)
+        drafted = self.launch(DeviceStep.draft, self.slots if self.compiles else slots, self.stage_key[0], params)
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
-        out, result, accepted = self.launch(DeviceStep.evaluate, slots, drafted, kv_length, settings)
+        out, result, accepted = self.launch(DeviceStep.verify, slots, drafted, kv_length, params)
         phase_timer.mark("verify" if self.captures else "other")
         if self.fixed_shapes and commits:
             self.commit(slots, out, accepted, accepted.path.shape[1])
@@ -275,39 +275,39 @@ class DeviceStep:
     @property
     def compiles(self) -> bool:
         """Whether the head's stages are compiled; their shapes are then fixed too, and include all slots."""
-        return self.target.compiles_drafts and self.draft_batch.traits.on_device and self.plan.deepest > 0
+        return self.target.compiles_drafts and self.draft_batch.traits.on_device and self.plan.tree_depth > 0
 
     @property
     def captures(self) -> bool:
         """Whether the stages are captured in CUDA graphs, which need fixed shapes."""
         return self.fixed_shapes and self.graphs is not None
 
-    def graph_key(self, kv_length: int, settings: RequestParams) -> tuple[Any, ...]:
+    def graph_key(self, kv_length: int, params: RequestParams) -> tuple[Any, ...]:
         """Return the key of the stages, head_kv_length first: equal keys mean equal shapes and branches."""
         # For few compiled shapes, the head reads the whole capacity.
         padded = self.compiles and not self.fixed_shapes
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
-        gaps = settings.logit_gaps
-        return head_kv_length, settings.sampling, settings.rule, gaps, self.masks_eos, self.has_idle, self.plan.tree_id
+        gaps = params.logit_gaps
+        return head_kv_length, params.sampling, params.rule, gaps, self.masks_eos, self.has_idle, self.plan.tree_id
 
     def launch(self, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step under its key."""
         run = stage
         if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend):
-            run = partial(self.compiled_stages, (stage, *self.key), compiled(stage, self.target.device.type))
+            run = partial(self.compiled_stages, (stage, *self.stage_key), compiled(stage, self.target.device.type))
         if self.captures:
-            return self.graphs((stage, *self.key), run, self, *args)
+            return self.graphs((stage, *self.stage_key), run, self, *args)
         return run(self, *args)
 
-    def draft(self, slots: Slots, kv_length: int, settings: RequestParams) -> Drafted:
+    def draft(self, slots: Slots, kv_length: int, params: RequestParams) -> Drafted:
         """Draft a tree for each sequence."""
-        sampling, noise, samples = settings.sampling, None, None
-        if sampling.temperature > 0 and settings.rule != rules.COUPLED:
-            samples = rng.Samples(rng.hash_key(rng.hash_key(slots.key, rng.DRAFT_KEY), slots.length + 1))
-        elif sampling.temperature > 0 and self.plan.deepest:
-            position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
+        sampling, noise, samples = params.sampling, None, None
+        if sampling.temperature > 0 and params.rule != rules.COUPLED:
+            samples = rng.Samples(rng.hash_key(rng.hash_key(slots.rng_key, rng.DRAFT_KEY), slots.length + 1))
+        elif sampling.temperature > 0 and self.plan.tree_depth:
+            position = slots.length[:, None] + 1 + torch.arange(self.plan.tree_depth + 1, device=slots.root.device)
             vocab_size = self.target.embeddings.vocab_size
-            noise = rng.exponential_noise(slots.key[:, None].expand_as(position), position, vocab_size)
+            noise = rng.exponential_noise(slots.rng_key[:, None].expand_as(position), position, vocab_size)
         seen = slots.seen_tokens[:, None] if self.penalises else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
         drafted = self.draft_batch.draft_trees(
@@ -316,18 +316,18 @@ class DeviceStep:
         depth = drafted.ancestor_mask.sum(-1) - 1 if drafted.depth is None else drafted.depth
         return drafted._replace(depth=depth.expand_as(drafted.tree.token), noise=noise)
 
-    def rule(self, settings: RequestParams, *, has_q: bool = True) -> str:
+    def rule(self, params: RequestParams, *, has_q: bool = True) -> str:
         """Return the rule that verifies the drafts; `has_q` says whether their children may be sampled from q."""
-        greedy = settings.sampling.temperature == 0
+        greedy = params.sampling.temperature == 0
         plan = self.plan
-        if not plan.deepest:
+        if not plan.tree_depth:
             return "match"
-        parents = None if greedy or settings.rule == rules.COUPLED or not has_q else plan.sampled
+        parents = None if greedy or params.rule == rules.COUPLED or not has_q else plan.sampled
         chain = plan.chain if parents is None else rules.is_chain(parents)
-        return rules.resolve_rule(settings.rule, chain, parents is not None, greedy)
+        return rules.resolve_rule(params.rule, chain, parents is not None, greedy)
 
-    def evaluate(
-        self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams
+    def verify(
+        self, slots: Slots, drafted: Drafted, kv_length: int, params: RequestParams
     ) -> tuple[TargetOutput, HostRows, Accepted]:
         """Run the target over the trees and verify them: one stage, since the logits are too large to keep.
 
@@ -343,10 +343,10 @@ class DeviceStep:
             seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
         if self.masks_eos:
             early = (drafted.node_depth < slots.min_tokens_left[:, None])[..., None] & self.target.eos_mask
-        logits = process_logits(logits, settings.sampling, seen_tokens, early)
+        logits = process_logits(logits, params.sampling, seen_tokens, early)
         if not self.captures:  # no time can be measured inside a graph
             self.timer.mark("verify")
-        return out, *self.verify_drafts(slots, drafted, logits, settings)
+        return out, *self.verify_drafts(slots, drafted, logits, params)
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees; their entries follow each sequence's committed ones."""
@@ -380,7 +380,7 @@ class DeviceStep:
                 return self.target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
         return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
 
-    def choose(
+    def sample_target(
         self,
         slots: Slots,
         drafted: Drafted,
@@ -392,50 +392,50 @@ class DeviceStep:
         """Return the target's tokens after nodes at a depth, sampled with the noise of the next positions."""
         logits = logits[torch.arange(len(node), device=node.device), node]
         if drafted.noise is None:
-            return rng.sample_tokens(logits, sampling, slots.key, slots.length + 1 + depth)
+            return rng.sample_tokens(logits, sampling, slots.rng_key, slots.length + 1 + depth)
         return (distribution(logits, sampling) / drafted.noise[:, depth]).argmax(-1)
 
     def verify_drafts(
-        self, slots: Slots, drafted: Drafted, logits: NodeProbs, settings: RequestParams
+        self, slots: Slots, drafted: Drafted, logits: NodeProbs, params: RequestParams
     ) -> tuple[HostRows, Accepted]:
         """Verify the drafts; return the tensor for the host, and the accepted paths."""
-        tree, deepest, greedy = drafted.tree, self.plan.deepest, settings.sampling.temperature == 0
-        if not deepest:  # nothing to accept
+        tree, tree_depth, greedy = drafted.tree, self.plan.tree_depth, params.sampling.temperature == 0
+        if not tree_depth:  # nothing to accept
             root = torch.zeros_like(slots.root[:, None])
-            token = self.choose(slots, drafted, logits, settings.sampling, root[:, 0], 0)[:, None]
+            token = self.sample_target(slots, drafted, logits, params.sampling, root[:, 0], 0)[:, None]
             accepted = Accepted(root, slots.active, token)
             results = [slots.active[:, None], root, token, root, root]
         else:
-            if greedy and self.allows_host_sync and len(tree.token) == 1 and not rules.is_lossy(settings.rule):
-                accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
+            if greedy and self.allows_host_sync and len(tree.token) == 1 and not rules.is_lossy(params.rule):
+                accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, tree_depth)
             else:
                 valid = rules.valid_nodes(tree, drafted.ancestor_mask, drafted.node_depth, slots.max_draft_depth)
                 if not self.draft_batch.traits.on_device:
                     valid &= tree.parent != LOOK_AHEAD
-                accepted = self.run_rule(slots, drafted, valid, logits, settings)
+                accepted = self.run_rule(slots, drafted, valid, logits, params)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
                 ranks = rules.ranks(tree).gather(1, accepted.path)
                 count = valid.sum(1) - 1
             results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
-        if settings.logit_gaps:
+        if params.logit_gaps:
             gaps = top2_gap(logits.take_along_dim(accepted.path[..., None], 1))
             results.append(gaps.view(torch.int32).long())
         return torch.cat(results, 1), accepted
 
     def run_rule(
-        self, slots: Slots, drafted: Drafted, valid: NodeMask, processed_logits: NodeProbs, settings: RequestParams
+        self, slots: Slots, drafted: Drafted, valid: NodeMask, processed_logits: NodeProbs, params: RequestParams
     ) -> Accepted:
         """Run the verification rule; return the accepted paths."""
-        tree, ancestor_mask, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
-        rule = rules.RULES[self.rule(settings)]
+        tree, ancestor_mask, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, params.sampling
+        rule = rules.RULES[self.rule(params)]
         greedy = sampling.temperature == 0
-        choose = partial(self.choose, slots, drafted, processed_logits, sampling)
+        choose = partial(self.sample_target, slots, drafted, processed_logits, sampling)
         verify = None
         if not greedy and drafted.q is not None and rule.verify is not None:
             verify = partial(self.verify_sampled, rule.verify, slots, drafted, valid, processed_logits, sampling)
         if rule.threshold is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
-            last = rules.follow(tree, ancestor_mask, valid, rules.lenient(tree, p, rule.threshold))
+            last = rules.follow(tree, ancestor_mask, valid, rules.above_threshold(tree, p, rule.threshold))
             token = choose(last, drafted.node_depth.gather(1, last[:, None])[:, 0])
         elif greedy:
             best = argmax(processed_logits)
@@ -444,12 +444,12 @@ class DeviceStep:
         elif verify is not None and all(plan.has_q):
             last, token = verify()
         else:
-            last, token = rules.walk(tree, valid, choose, plan.deepest, allow_host_sync=self.allows_host_sync)
+            last, token = rules.walk(tree, valid, choose, plan.tree_depth, allow_host_sync=self.allows_host_sync)
             if verify is not None:
                 sampled = torch.tensor(plan.has_q, device=last.device)
                 sampled_last, sampled_token = verify()
                 last, token = torch.where(sampled, sampled_last, last), torch.where(sampled, sampled_token, token)
-        return rules.accepted_paths(tree, ancestor_mask, last, token, plan.deepest)
+        return rules.accepted_paths(tree, ancestor_mask, last, token, plan.tree_depth)
 
     def verify_sampled(
         self, verify: Any, slots: Slots, drafted: Drafted, valid: NodeMask, logits: NodeProbs, sampling: Sampling
@@ -458,13 +458,13 @@ class DeviceStep:
         p = distribution(logits, sampling)
         assert self.plan.sampled is not None
         assert drafted.q is not None
-        key = rng.hash_key(slots.key, rng.ACCEPT_KEY)
+        key = rng.hash_key(slots.rng_key, rng.ACCEPT_KEY)
         index = torch.arange(p.shape[1], device=p.device)
         uniforms = rng.uniform(rng.hash_key(key, slots.length + 1)[:, None], index)
         draft = rules.Sampled(self.plan.sampled, drafted.tree.token, valid, drafted.q)
         last, probs = verify(draft, p, uniforms, self.allows_host_sync)
         position = slots.length + 1 + drafted.node_depth.gather(1, last[:, None])[:, 0]
-        return last, (probs / rng.exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
+        return last, (probs / rng.exponential_noise(slots.rng_key, position, p.shape[-1])).argmax(-1)
 
     def commit(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> None:
         """Advance the slots by the accepted tokens, and append the accepted rows to the drafter.
@@ -472,7 +472,7 @@ class DeviceStep:
         `max_committed` is an upper bound of the tokens that a sequence commits.
         """
         count = accepted.committed
-        features = self.launch(DeviceStep.advance, slots, out, accepted, max_committed)
+        features = self.launch(DeviceStep.compact, slots, out, accepted, max_committed)
         self.timer.mark("other")
         if features is None:
             return
@@ -482,7 +482,7 @@ class DeviceStep:
         self.launch(DeviceStep.extend, features, count)
         self.timer.mark("draft")
 
-    def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> Features | None:
+    def compact(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> Features | None:
         """Compact the cache to the accepted paths and advance the slots; return the drafter's rows, if it reads any."""
         step = torch.arange(max_committed, device=accepted.path.device)
         path = accepted.path[:, :max_committed]
@@ -499,10 +499,10 @@ class DeviceStep:
         if self.penalises:
             taken = step < accepted.committed[:, None]
             slots.seen_tokens.scatter_(1, torch.where(taken, token, slots.root[:, None]), True)
-        if self.draft_batch.traits.rows is None:
+        if self.draft_batch.traits.head_batch is None:
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 
     def extend(self, features: Features, count: PerSequence) -> None:
         """Append the accepted rows to the drafter."""
-        self.draft_batch.traits.rows.commit(features, count)
+        self.draft_batch.traits.head_batch.commit(features, count)

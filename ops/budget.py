@@ -289,7 +289,7 @@ class Forecast:
             state["steps"] = max(last, begin + int(left / state["cost"][candidate]))
             self.save()
         steps, (trained, taus, errors) = state["steps"], ([p[key] for p in points] for key in ("steps", "tau", "error"))
-        tau = predict(trained, taus, errors, steps, 1.0 + self.run.tree.deepest)
+        tau = predict(trained, taus, errors, steps, 1.0 + self.run.tree.tree_depth)
         speed = points[-1]["speedup"] / points[-1]["tau"]  # at the last measured cost of a pass
         forecasts = [scale * value for scale in (1.0, speed) for value in tau]
         promised = "τ {:.2f} [{:.2f}, {:.2f}], speedup {:.2f} [{:.2f}, {:.2f}] (interval of {:.0%})".format(

@@ -44,7 +44,7 @@ class Reply(NamedTuple):
 
     text: str = ""
     calls: tuple[tuple[str, str], ...] = ()  # names and arguments of tool calls, as sent
-    finish: str | None = None
+    finish_reason: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     tokens: tuple[Token, ...] = ()  # empty without logprobs
@@ -77,7 +77,7 @@ def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
     return reply._replace(
         text=reply.text + text.encode(errors="replace").decode(),  # files cannot hold lone surrogates
         calls=tuple(calls.values()),
-        finish=choice.get("finish_reason") or reply.finish,
+        finish_reason=choice.get("finish_reason") or reply.finish_reason,
         tokens=(*reply.tokens, *read_tokens(choice.get("logprobs"))),
         ttft_s=seconds if reply.ttft_s is None and (text or calls) else reply.ttft_s,
     )
@@ -242,8 +242,8 @@ def read_answer(events: Events, model: str) -> Answer:
     reply, *others = read_replies(arrived, model)
     if others:
         raise EndpointError("choices", f"the reply has {1 + len(others)}")
-    if reply.finish not in FINISH_REASONS:
-        raise EndpointError("finish_reason", f"it is {reply.finish!r}")
+    if reply.finish_reason not in FINISH_REASONS:
+        raise EndpointError("finish_reason", f"it is {reply.finish_reason!r}")
     if (tokens := reply.completion_tokens) is None:
         raise EndpointError("usage", "the reply does not count its tokens")
     text = reply.text + "".join(name + arguments for name, arguments in reply.calls)

@@ -356,7 +356,7 @@ def replayed(
     """Return the passes of a record's answers by the head's tree, greedy; refuse a record without answers."""
     entry, tree = parse(raw, number, name), drafter.policy
     grown = [tree] if tree.kind in BY_CONFIDENCE else []
-    depth = min(drafter.head.max_depth, tree.deepest)
+    depth = min(drafter.head.max_depth, tree.tree_depth)
     texts = [
         within_context(answer.text, entry.id, name, target, truncate=True)
         for answer in recorded(entry, target, config.turns, config.max_new_tokens)

@@ -22,10 +22,10 @@ from transformers import (
 
 from heads.base import LevelNodes, LevelOutput
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Context, Proposal
+from inference.protocol import DraftContext, Proposal
 from inference.verification import rules
 from inference.verification import tree as trees
-from inference.verification.rng import Draws
+from inference.verification.rng import RequestRng
 from inference.verification.rules import RULES, is_chain, resolve_rule
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
@@ -53,7 +53,10 @@ def verify_on_device(
     batch = DraftTree(tree.token[None], tree.parent[None])
     ancestor_mask = trees.ancestors(batch)
     depth, greedy = ancestor_mask.sum(-1) - 1, sampling.temperature == 0
-    valid, deepest = rules.valid_nodes(batch, ancestor_mask, depth, torch.tensor([len(tree.token)])), int(depth.max())
+    valid, tree_depth = (
+        rules.valid_nodes(batch, ancestor_mask, depth, torch.tensor([len(tree.token)])),
+        int(depth.max()),
+    )
     parents = tree.parent.tolist()
     walk = RULES["match" if len(parents) == 1 else resolve_rule(rule, is_chain(parents), q is not None, greedy)].verify
     p = distribution(logits, sampling)
@@ -66,7 +69,7 @@ def verify_on_device(
         def choose(node: Tensor, _: int) -> Tensor:
             return torch.tensor(rng.sample(p[node]))
 
-        last, token = rules.walk(batch, valid, choose, deepest, allow_host_sync=True)
+        last, token = rules.walk(batch, valid, choose, tree_depth, allow_host_sync=True)
     else:
         assert q is not None
         draft = rules.Sampled(parents, batch.token, valid, q[None])
@@ -74,7 +77,7 @@ def verify_on_device(
             patch.setattr(rules, "AcceptDraws", lambda *_: Coins(rng))
             last, probs = walk(draft, p[None], torch.zeros(1, len(parents)), True)
         token = torch.tensor(rng.sample(probs))
-    found = rules.accepted_paths(batch, ancestor_mask, last, token, deepest)
+    found = rules.accepted_paths(batch, ancestor_mask, last, token, tree_depth)
     count = int(found.committed)
     return found.path[0, :count].tolist(), int(found.token[0, count - 1])
 
@@ -89,7 +92,7 @@ class Coins:
         return torch.tensor([bool(tossing) and self.rng.accept(float(probability))])
 
 
-class Replay(Draws):
+class Replay(RequestRng):
     """Random numbers that follow a script of choices and note the alternatives that they did not take."""
 
     coupled = False
@@ -301,7 +304,7 @@ def drafts(tables: Tables, config: TreeConfig, sampling: Sampling) -> list[Draft
     """Return everything that `grow` may propose after the prompt."""
 
     def program(draws: Any) -> Proposal:
-        return grow(tables, None, tables.level([()]), config, Context(list(PROMPT), sampling, draws, HORIZON - 1))
+        return grow(tables, None, tables.level([()]), config, DraftContext(list(PROMPT), sampling, draws, HORIZON - 1))
 
     return [Draft(made, tables.scores(made.tree, sampling), weight) for made, weight in outcomes(program)]
 

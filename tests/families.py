@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.protocol import Context, Proposal
+from inference.protocol import DraftContext, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
 from tests import toys
@@ -141,7 +141,7 @@ class Erring(HostDrafter, DrafterState):
         self.prompt = len(prompt)
         return self
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         begin, size = len(context.token) - self.prompt, max(0, min(5, context.max_draft_depth))
         right = self.random.randrange(6)
         ahead = [(token + (i >= right)) % toys.VOCAB for i, token in enumerate(self.text[begin : begin + size])]

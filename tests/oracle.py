@@ -14,13 +14,13 @@ from torch import Tensor
 from heads.base import Features
 from inference.decode import Generation, RequestParams
 from inference.drafters.head import HeadBatch
-from inference.protocol import Context, DraftBatch, Drafter, DraftInputs, DraftPlan
+from inference.protocol import DraftBatch, DraftContext, Drafter, DraftInputs, DraftPlan
 from inference.request import Step
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import ACCEPT_KEY, Draws, exponential_noise, hash_key, seed_key, uniform
+from inference.verification.rng import ACCEPT_KEY, RequestRng, exponential_noise, hash_key, seed_key, uniform
 from inference.verification.rules import (
     COUPLED,
     DELTA,
@@ -153,15 +153,15 @@ def typical(tree: DraftTree, p: Tensor, _: Any, rng: Rng) -> Found:
         entropy = -(probs * probs.clamp_min(MIN_PROB).log()).sum()
         return min(EPSILON, float(DELTA * torch.exp(-entropy)))
 
-    return lenient(tree, p, rng, bar)
+    return above_threshold(tree, p, rng, bar)
 
 
 def threshold(tree: DraftTree, p: Tensor, _: Any, rng: Rng) -> Found:
     """Accept a token to which the target gives more than a fixed probability."""
-    return lenient(tree, p, rng, lambda _: THRESHOLD)
+    return above_threshold(tree, p, rng, lambda _: THRESHOLD)
 
 
-def lenient(tree: DraftTree, p: Tensor, rng: Rng, bar: Callable[[Tensor], float]) -> Found:
+def above_threshold(tree: DraftTree, p: Tensor, rng: Rng, bar: Callable[[Tensor], float]) -> Found:
     """Accept the longest path whose tokens are all above the bar of the distribution they follow."""
     below, token = children(tree), tree.token.tolist()
     paths = [[0]]
@@ -198,7 +198,7 @@ def decide(
         shown = label(rule)
     if sampling.temperature > 0:
         return Verdict(*WALKS[rule](tree, distribution(logits, sampling), q, rng), shown)
-    if is_lossy(rule):  # one-hot probs leave nothing to be lenient about: they judge by those at temperature 1
+    if is_lossy(rule):  # one-hot probs leave nothing to be above_threshold about: they judge by those at temperature 1
         path, _ = WALKS[rule](tree, distribution(logits, replace(sampling, temperature=1.0)), q, rng)
         return Verdict(path, int(logits[path[-1]].argmax()), shown)
     best = logits.max(-1).indices.tolist()  # of equals the first, as in the engine
@@ -255,11 +255,11 @@ def by_node(tree: DraftTree, q: Tensor | None) -> Tensor | None:
     return rows
 
 
-def roots(text: list[int], settings: RequestParams, deepest: int, vocab: int) -> DraftInputs:
+def roots(text: list[int], settings: RequestParams, tree_depth: int, vocab: int) -> DraftInputs:
     """Return the root of a text, as the engine hands it to what drafts."""
-    sampling, draws = settings.sampling, Draws(seed_key(settings.seed), len(text), settings.rule == COUPLED)
+    sampling, draws = settings.sampling, RequestRng(seed_key(settings.seed), len(text), settings.rule == COUPLED)
     like = torch.zeros(vocab)
-    return Context(text, sampling, draws, 0).roots(like, deepest + 1)
+    return DraftContext(text, sampling, draws, 0).roots(like, tree_depth + 1)
 
 
 @torch.inference_mode()
@@ -272,7 +272,7 @@ def reference(
 ) -> Generation:
     """Decode one prompt with a head or the baseline, by a loop on the host; or under the trees of its steps."""
     sampling, made, text = settings.sampling, Generation(), list(prompt)
-    limit = min(settings.max_new_tokens, target.context - len(prompt))
+    limit = min(settings.max_new_tokens, target.max_model_len - len(prompt))
     drafts, cache, vocab = drafter.batch(1), target.cache(), target.embeddings.vocab_size
 
     def processed(logits: Tensor, tree: DraftTree) -> Tensor:
@@ -296,8 +296,8 @@ def reference(
                 made.logit_gaps.append(float(best[0] - best[1]))
             stopped = any(stop in target.tokenizer.decode(made.tokens) for stop in settings.stop)
             ends = {"eos": token in target.eos, "stop": stopped, "length": len(made.tokens) >= limit}
-            made.finish = next((name for name, there in ends.items() if there), "")
-            if made.finish:
+            made.finish_reason = next((name for name, there in ends.items() if there), "")
+            if made.finish_reason:
                 return count
         return len(tokens)
 
@@ -308,14 +308,14 @@ def reference(
     scores = processed(out.logits[0], root)
     emit([decide(root, scores, None, sampling, Coins(settings.seed, len(text))).token], ["prefill"], scores)
     drafts.start_sequence(0, text, out)
-    while not made.finish:
+    while not made.finish_reason:
         prefix, room = len(text) - 1, limit - len(made.tokens) - 1
         tree, q = trees.root(text[-1], target.device), None
         plan = drafts.begin([None], prefix)
         if trees_of_steps is not None:
             plan = grow_by(drafts, trees_of_steps[len(made.steps)])
-        if plan.deepest:
-            tree, q = drafted(drafts, roots(text, settings, plan.deepest, vocab), room, prefix)
+        if plan.tree_depth:
+            tree, q = drafted(drafts, roots(text, settings, plan.tree_depth, vocab), room, prefix)
         verified = score(target, tree, cache, None, drafts.traits.feature_layers)
         assert verified.logits is not None
         scores = processed(verified.logits[0], tree)
@@ -326,7 +326,7 @@ def reference(
         accepted = min(len(path) - 1, taken)
         taken_ranks = ranks(tree, path[: accepted + 1])
         made.steps.append(Step(len(tree.token) - 1, accepted, taken, 0.0, 0.0, 0.0, rule, taken_ranks))
-        if isinstance(drafts, HeadBatch) and not made.finish:
+        if isinstance(drafts, HeadBatch) and not made.finish_reason:
             drafts.set_longest(prefix)
             following = torch.tensor([tokens])
             hidden, last = verified.hidden[:, path], verified.last_hidden[:, path]
@@ -338,7 +338,7 @@ def reference(
 def grow_by(drafts: Any, policy: Any) -> DraftPlan:
     """Let a head draft by another policy."""
     drafts.policy = policy
-    return DraftPlan(0 if policy is None else min(policy.deepest, drafts.head.max_depth))
+    return DraftPlan(0 if policy is None else min(policy.tree_depth, drafts.head.max_depth))
 
 
 def drafted(drafts: DraftBatch, root: DraftInputs, room: int, prefix: int) -> tuple[DraftTree, Tensor | None]:

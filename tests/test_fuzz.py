@@ -113,12 +113,12 @@ def head(folder: Path) -> object:
     target = toys.target()
     loaded = load_head(folder, target.embeddings, target.spec)
     tree, schedule = saved_trees(folder, {})
-    return loaded, tree.label, tree.deepest, schedule and (schedule.label, schedule.at(2))
+    return loaded, tree.label, tree.tree_depth, schedule and (schedule.label, schedule.at(2))
 
 
 def tree(file: Path) -> object:
     made = typed(TreeConfig, value if isinstance(value := json.loads(file.read_bytes()), dict) else {"kind": value})
-    return made.label, made.deepest, made.shape()
+    return made.label, made.tree_depth, made.shape()
 
 
 def store(folder: Path) -> object:

@@ -159,7 +159,9 @@ class Rollouts:
         for number in range(self.config.prompts):
             token, mask = chosen[number % len(chosen)]
             starts = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
-            prompts.append(token[: (draw.choice(starts) if starts else len(token) // 2)][-(self.target.context - 2) :])
+            prompts.append(
+                token[: (draw.choice(starts) if starts else len(token) // 2)][-(self.target.max_model_len - 2) :]
+            )
         return prompts
 
 

@@ -16,7 +16,7 @@ from inference.decode import Generation, RequestParams
 from inference.drafters.head import HeadDrafter
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.plain import Baseline
-from inference.protocol import Context, Drafter, Proposal
+from inference.protocol import DraftContext, Drafter, Proposal
 from inference.target import compiled
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
@@ -170,7 +170,7 @@ class SavedState(DrafterState):
     def __init__(self, depth: int, begin: int, answer: list[int]) -> None:
         self.depth, self.begin, self.answer = depth, begin, answer
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         """Draft the saved tokens that follow."""
         done = len(context.token) - self.begin
         draft = self.answer[done : done + min(self.depth, context.max_draft_depth)]
@@ -211,7 +211,7 @@ def decoded(
         for _ in range(2):  # the first time captures
             answers = [batch.admit(number, prompt, settings) for number, prompt in enumerate(prompts)]
             spent = 0.0
-            while not all(answer.finish for answer in answers):
+            while not all(answer.finish_reason for answer in answers):
                 spent += once(batch.step, target.device)
                 batch.release()
     return spent, answers

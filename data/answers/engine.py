@@ -40,7 +40,7 @@ class Engine:
             raise ValueError("the target has no end token, so no answer ever ends; set keep_unfinished=true")
         self.target, self.drafter, self.settings = target, drafter, settings
         self.tokenizer: PreTrainedTokenizerBase = target.tokenizer
-        self.context = target.context
+        self.context = target.max_model_len
         self.sampling = Sampling(settings.temperature, 0, settings.top_p)
         self.batch = batch_of(target, drafter, batch_size)
         self.tokens = 0  # number of tokens of finished answers
@@ -82,15 +82,15 @@ class Engine:
     @torch.inference_mode()
     def _release(self, answering: list[Answering], waiting: deque[OngoingChat]) -> None:
         """Pass finished answers to their chats and free their slots."""
-        for chat, prompt, generation in [entry for entry in answering if entry[2].finish]:
-            finished = generation.finish == "eos"
+        for chat, prompt, generation in [entry for entry in answering if entry[2].finish_reason]:
+            finished = generation.finish_reason == "eos"
             token = generation.tokens[:-1] if finished else generation.tokens
             text = str(self.tokenizer.decode(token, clean_up_tokenization_spaces=False))
             logged = LoggedAnswer(prompt, generation.tokens) if self.settings.save_tokens else None
             chat.take(Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token), logged=logged))
             waiting.append(chat)
             self.tokens += len(generation.tokens)
-        answering[:] = [entry for entry in answering if not entry[2].finish]
+        answering[:] = [entry for entry in answering if not entry[2].finish_reason]
         self.batch.release()
 
 

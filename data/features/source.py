@@ -17,13 +17,7 @@ from torch import Tensor
 
 from data.answers.client import EndpointConfig, check_url
 from data.batches import Batch, Batches
-from data.features.store import (
-    DTYPES,
-    FeatureRequest,
-    FeatureStore,
-    SequenceTensors,
-    decode_sequences,
-)
+from data.features.store import DTYPES, FeatureRequest, FeatureStore, SequenceTensors, decode_sequences
 from heads.base import Features, to_device
 from heads.common.typed import Count, OneOf
 

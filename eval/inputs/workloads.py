@@ -52,15 +52,15 @@ class RecordedText(NamedTuple):
     text: Text
 
 
-def write(target: Target, prompts: Sequence[Tokens], settings: RequestParams) -> list[Text]:
+def write(target: Target, prompts: Sequence[Tokens], params: RequestParams) -> list[Text]:
     """Let the target answer autoregressively; leave out answers of one token, which have no step."""
-    texts = [of_answer(target, prompt, autoregress(target, prompt, settings).tokens, settings) for prompt in prompts]
+    texts = [of_answer(target, prompt, autoregress(target, prompt, params).tokens, params) for prompt in prompts]
     return [text for text in texts if text.generated > 1]
 
 
-def of_answer(target: Target, prompt: Tokens, answer: Tokens, settings: RequestParams) -> Text:
+def of_answer(target: Target, prompt: Tokens, answer: Tokens, params: RequestParams) -> Text:
     """Return the text of a prompt and its answer."""
-    return Text(prompt + answer, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
+    return Text(prompt + answer, len(prompt), min(params.max_new_tokens, target.max_model_len - len(prompt)))
 
 
 def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[RecordedText]:
@@ -252,13 +252,13 @@ def fit(prompt: Prompt, target: Target, truncate: bool) -> Prompt:
     if not prompt.token:
         raise ValueError(f"prompt {prompt.id}: is empty: remove it")
     check_known(prompt.token, f"prompt {prompt.id}", target)
-    room = target.context - MIN_ANSWER_TOKENS
+    room = target.max_model_len - MIN_ANSWER_TOKENS
     if truncate:
         return prompt._replace(token=prompt.token[-room:])
     if len(prompt.token) > room:
         raise ValueError(
-            f"prompt {prompt.id}: {len(prompt.token)} tokens, but the target's context of {target.context} leaves room "
-            f"for {room}: shorten it, or set truncate=true to keep each prompt's end"
+            f"prompt {prompt.id}: {len(prompt.token)} tokens, but the target's context of {target.max_model_len} has "
+            f"room for {room}: shorten it, or set truncate=true to keep each prompt's end"
         )
     return prompt
 

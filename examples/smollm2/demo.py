@@ -95,7 +95,7 @@ def main(model: str, head: str = str(HERE / "head"), dtype: str = "auto") -> Non
         for side in sides:
             side.ask(prompt)
         with Live(texts(), console=console, auto_refresh=False) as live:
-            while waiting := [side for side in sides if not side.answer.finish]:
+            while waiting := [side for side in sides if not side.answer.finish_reason]:
                 min(waiting, key=lambda side: side.seconds).step()
                 live.update(texts(), refresh=console.is_terminal)
             live.update(texts(), refresh=True)

@@ -42,7 +42,7 @@ def own_questions(target: Target) -> list[str]:
     start = target.tokenizer(chat[: chat.index(mark)], add_special_tokens=False).input_ids
     settings = [RequestParams(LONGEST, Sampling(1.0, 0, 0.95), seed=seed) for seed in range(OWN)]
     answers = speculate(target, load(None, target=target)[1], [start] * OWN, settings, batch_size=64)
-    texts = [target.tokenizer.decode(answer.tokens[:-1]).strip() for answer in answers if answer.finish == "eos"]
+    texts = [target.tokenizer.decode(answer.tokens[:-1]).strip() for answer in answers if answer.finish_reason == "eos"]
     return [*{text.lower(): text for text in texts if len(text) >= 15}.values()]
 
 

@@ -195,11 +195,7 @@ def _queries(block: QueryBlock, groups: int, *tensors: Tensor) -> list[Float[Ten
 
 
 def _scores(
-    q: Float[Tensor, "B G r N E"],
-    key: KeyRows,
-    drafted: list[Tensor],
-    attn_pattern: Pattern,
-    block: QueryBlock,
+    q: Float[Tensor, "B G r N E"], key: KeyRows, drafted: list[Tensor], attn_pattern: Pattern, block: QueryBlock
 ) -> tuple[Float[Tensor, "B G r N S"], Float[Tensor, "B G r N n"]]:
     """Return a block's base-2 scores with the context and with the row of each drafted step.
 

@@ -17,7 +17,7 @@ from heads.base import LevelNodes, LevelOutput, Tokens
 from heads.common.typed import Fraction, OneOf
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow, sample_chains
-from inference.protocol import CommittedTokens, Context, Proposal
+from inference.protocol import CommittedTokens, DraftContext, Proposal
 from inference.target.config import DTYPES
 from inference.target.target import Target
 from inference.target.tokenizer import UNFINISHED, decode
@@ -196,7 +196,7 @@ class AssistantState(DrafterState):
     def update(self, commit: CommittedTokens) -> None:
         """Prefill the committed tokens; accepted nodes that were expanded are in the cache already."""
         self.text += self.vocabulary.translate(commit.token)
-        self.level = self.answer(self.read(self.text)) if 0 < len(self.text) <= self.model.context else None
+        self.level = self.answer(self.read(self.text)) if 0 < len(self.text) <= self.model.max_model_len else None
 
     def read(self, token: Tokens) -> Float[Tensor, "1 A"]:
         """Make `token`, one or more, the whole text; return the assistant's logits of the next token.
@@ -223,16 +223,16 @@ class AssistantState(DrafterState):
         return logits[0]
 
     @torch.inference_mode()
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         """Grow the tree; draft nothing if the text is longer than the assistant's context."""
-        self.max_depth = min(context.max_draft_depth, self.model.context - len(self.text))
+        self.max_depth = min(context.max_draft_depth, self.model.max_model_len - len(self.text))
         if self.level is None or self.max_depth < 1:
             return Proposal(root(context.token[-1], self.device))
         if self.config.tree.kind == "chain":
             return self.chains(self.level, [context._replace(max_draft_depth=self.max_depth)])[0]
         return grow(self, None, self.level, self.config.tree, context)
 
-    def chains(self, level: LevelOutput, contexts: Sequence[Context]) -> list[Proposal]:
+    def chains(self, level: LevelOutput, contexts: Sequence[DraftContext]) -> list[Proposal]:
         """Sample a chain after each node of a level, up to an end token or a token below `confidence`."""
         return sample_chains(self, level, self.config.tree.depth, contexts, self.config.confidence, self.eos)
 

@@ -33,7 +33,7 @@ from inference.drafters.policy import (
 )
 from inference.protocol import Contexts, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftTraits
 from inference.target.model import TargetOutput
-from inference.target.packed import pack
+from inference.target.packed import prepack_weights
 from inference.target.target import Target
 
 Given = Mapping[str, Any]  # a user's values of a tree; None keeps the saved one
@@ -69,22 +69,22 @@ class HeadBatch(DraftBatch):
     def __init__(self, head: Any, schedule: Schedule, size: int) -> None:
         self.head, self.schedule, self.size = head, schedule, size
         self.feature_layers = head.feature_layers
-        self.traits = DraftTraits(max_nodes=max(map(most_nodes, schedule.trees), default=1), rows=self)
+        self.traits = DraftTraits(max_nodes=max(map(most_nodes, schedule.trees), default=1), head_batch=self)
         self.capacity = 0
         self.paused = False  # whether rows are missing since the last prefill
         self.cache: KVCache | None = None
         self.buffers: Any = None
         self.attentions = [module for module in self.head.modules() if isinstance(module, Attention)]
-        self.choose(1)
+        self.select_tree(1)
 
-    def choose(self, running: int) -> None:
+    def select_tree(self, running: int) -> None:
         """Choose the tree for a number of running sequences."""
         self.policy = policy = None if self.paused else self.schedule.at(running)
         self.plan = DraftPlan(max_nodes=self.traits.max_nodes, tree_id=id(policy))
         if policy is not None:
-            deepest = min(policy.deepest, self.head.max_depth)
+            tree_depth = min(policy.tree_depth, self.head.max_depth)
             sampled = sampled_shape(policy, self.head.max_depth)
-            self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
+            self.plan = self.plan._replace(tree_depth=tree_depth, chain=policy.kind == "chain", sampled=sampled)
 
     def needs_prefill(self, running: int) -> bool:
         """Return whether a step of `running` sequences is the first one with a draft after steps without.
@@ -98,7 +98,7 @@ class HeadBatch(DraftBatch):
 
     def begin(self, contexts: Contexts, longest: int) -> DraftPlan:
         """Choose a step's tree."""
-        self.choose(len(contexts))
+        self.select_tree(len(contexts))
         self.set_longest(longest)  # a hybrid may commit rows to a head that did not draft
         return self.plan
 
@@ -129,7 +129,7 @@ class HeadBatch(DraftBatch):
     def spare(self) -> int:
         """Rows of the cache after a text: those of a tree or of a block, and those appended but not accepted."""
         trees = self.schedule.trees
-        committed = [min(tree.deepest, self.head.max_depth) + 1 for tree in trees]
+        committed = [min(tree.tree_depth, self.head.max_depth) + 1 for tree in trees]
         return max([self.head.max_depth + 1, *map(expanded, trees)]) + max(committed, default=0)
 
     @torch.inference_mode()
@@ -171,7 +171,7 @@ class HeadBatch(DraftBatch):
 
     def commit(self, features: Features, count: PerSequence) -> None:
         """Append the first `count` of T verified rows of each sequence, except in a step without a draft."""
-        if self.plan.deepest:
+        if self.plan.tree_depth:
             self.extend(features, count)
 
     def extend(self, features: Features, count: PerSequence) -> None:
@@ -222,7 +222,7 @@ def load_drafter(folder: Path, given: Given, target: Target, name: str) -> HeadD
         ValueError: it is damaged or was trained for another target, or its tree is larger than the target's context.
     """
     head = load_for(folder, target)
-    pack(head)
+    prepack_weights(head)
     tree, schedule = saved_trees(folder, given)
     for policy in [tree] if schedule is None else schedule.trees:
         check_tree(target, policy, name)

@@ -20,7 +20,7 @@ from inference.verification.tree import LOOK_AHEAD, DraftTree
 class DrafterState(Protocol):
     """A drafter's state for one sequence."""
 
-    def propose(self, context: protocol.Context) -> protocol.Proposal:
+    def propose(self, context: protocol.DraftContext) -> protocol.Proposal:
         """Return a draft after the last token."""
 
     def update(self, commit: protocol.CommittedTokens) -> None:

@@ -110,7 +110,7 @@ class HybridBatch(HostBatch):
         if all(proposal is None for proposal in taken):
             return head_plan
         return head_plan._replace(
-            deepest=max(lookup_plan.deepest, head_plan.deepest),
+            tree_depth=max(lookup_plan.tree_depth, head_plan.tree_depth),
             max_nodes=max(lookup_plan.max_nodes, head_plan.max_nodes),
             chain=lookup_plan.chain and head_plan.chain,
             has_q=[lookup is None and sampled for lookup, sampled in zip(taken, has_q, strict=True)],

@@ -12,7 +12,7 @@ from torch import Tensor
 from heads.base import Tokens
 from heads.common.typed import LARGEST, Count, Within
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.protocol import CommittedTokens, Context, Proposal
+from inference.protocol import CommittedTokens, DraftContext, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree, LookAhead
 
@@ -84,7 +84,7 @@ class Window(DrafterState):
         self.levels = [*self.levels[1:], written]
         self.passes += 1
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         """Draft the root's n-grams as one tree, the latest first, with the window as look-ahead tokens."""
         root, max_draft_depth = context.token[-1], context.max_draft_depth
         # Columns beyond the end of the answer are dropped.

@@ -31,7 +31,7 @@ from heads.common.untrusted import shown
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
 from heads.shapes import Logits, PerSequence, TokenIds
-from inference.protocol import Context, DraftInputs, Proposal, inverse_temperature_of
+from inference.protocol import DraftContext, DraftInputs, Proposal, inverse_temperature_of
 from inference.target.target import Target, check_size
 from inference.verification import tree as trees
 from inference.verification.sample import distribution, penalize
@@ -89,7 +89,7 @@ class TreeConfig:
         return f"{self.kind}-{sizes.get(self.kind, 'x'.join(map(str, self.widths)))}"
 
     @property
-    def deepest(self) -> int:
+    def tree_depth(self) -> int:
         """The greatest depth of a node."""
         return min(self.depth, self.nodes) if self.kind in BY_CONFIDENCE else max(map(len, self.shape()))
 
@@ -251,7 +251,7 @@ class TreeBuilder:
 
 
 def grow(
-    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context, min_prob: float = 0.0
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: DraftContext, min_prob: float = 0.0
 ) -> Proposal:
     """Grow a tree for one sequence on the host, down to the head's `max_depth`.
 
@@ -262,7 +262,7 @@ def grow(
     if min_prob > 0:
         return sample_chains(head, level, min(config.depth, head.max_depth), [context], min_prob)[0]
     full = scatter_logits(head.vocab, level.logits)
-    roots = context.roots(full, min(head.max_depth, config.deepest))
+    roots = context.roots(full, min(head.max_depth, config.tree_depth))
     max_draft_depth = torch.tensor([head.max_depth], device=full.device)
     (token, parent), _, q = grow_batch(head, state, level, config, roots, max_draft_depth, allow_host_sync=True)
     tree = DraftTree(token[0], parent[0])
@@ -275,7 +275,7 @@ def sample_chains(
     head: Expander,
     level: LevelOutput,
     depth: int,
-    contexts: Sequence[Context],
+    contexts: Sequence[DraftContext],
     min_prob: float = 0.0,
     end: frozenset[int] = frozenset(),
 ) -> list[Proposal]:
@@ -416,7 +416,7 @@ def by_confidence(
     most: the surplus nodes are never among the best.
     """
     growth = TreeBuilder(head, state, level, roots)
-    depth = min(depth, config.deepest)
+    depth = min(depth, config.tree_depth)
     score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)  # cumulative log-probs of the level's nodes
     scores, best = [score], score[:, :0]  # scores of all nodes; the best nodes - 1 of them
     is_dynamic = config.kind == "dynamic"
@@ -460,7 +460,7 @@ def verifiable(target: Target, tree: TreeConfig) -> TreeConfig:
     """Return a policy, or with a warning a chain of equal depth if the target verifies only chains."""
     if tree.kind == "chain" or target.takes_trees:
         return tree
-    chain = TreeConfig("chain", tree.deepest, 0, 0, [], [])
+    chain = TreeConfig("chain", tree.tree_depth, 0, 0, [], [])
     log.warning(
         "%s: %s, so no tree (%s) is verified: %s in its place",
         target.name,

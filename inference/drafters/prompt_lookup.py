@@ -8,7 +8,7 @@ import torch
 from heads.base import Tokens
 from heads.common.typed import Count, OneOf
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.protocol import Context, Proposal
+from inference.protocol import DraftContext, Proposal
 from inference.target.target import Target
 from inference.verification.tree import chain
 
@@ -55,7 +55,7 @@ class TextIndex(DrafterState):
         self.after: dict[tuple[int, ...], int] = {}  # the index of the token after an n-gram
         self.extend(prompt)
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         """Copy the tokens after the longest n-gram that occurred before."""
         self.extend(context.token[len(self.text) :])
         count = min(self.drafter.config.tokens, context.max_draft_depth)

@@ -12,7 +12,7 @@ from heads.base import Tokens
 from heads.common.typed import LARGEST, Count, Within
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import CommittedTokens, Context, Proposal
+from inference.protocol import CommittedTokens, DraftContext, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
 
@@ -79,7 +79,7 @@ class RecyclingState(DrafterState):
         top = top_tokens(commit.verified.logits, self.drafter.config.candidates).tolist()
         self.candidates.update(zip(commit.verified.tree.token.tolist(), top, strict=True))
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         """Fill the tree from its root on."""
         token, parent = [context.token[-1]], [-1]
         index: dict[int, int] = {0: 0}  # node of the shape -> node of the tree

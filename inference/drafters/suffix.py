@@ -11,7 +11,7 @@ import torch
 from heads.base import Tokens
 from heads.common.typed import LARGEST, Amount, Count, Fraction, Within
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.protocol import Context, Proposal
+from inference.protocol import DraftContext, Proposal
 from inference.target.target import Target
 from inference.verification.tree import chain
 
@@ -109,12 +109,12 @@ class SuffixTree:
                 reached.append(self._descend(node, child, token))
         self.active = reached[: self.depth - 1]
         if len(reached) == self.depth:  # deeper substrings are not counted
-            deepest = reached[-1]
-            pending = [*deepest.children.values()]
+            tree_depth = reached[-1]
+            pending = [*tree_depth.children.values()]
             while pending:
                 self.nodes -= 1
                 pending += pending.pop().children.values()
-            deepest.children, deepest.best = {}, None
+            tree_depth.children, tree_depth.best = {}, None
 
     def _descend(self, node: Node, child: Node, token: int) -> Node:
         """Count one more occurrence of the child's first token after `node`, and return the node that ends there."""
@@ -227,7 +227,7 @@ class SuffixState(DrafterState):
         self.past_matches = []
         self.answer = len(self.text)
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         """Return the draft with the highest score."""
         self.extend(context.token[len(self.text) :])
         token, score = Tokens(), 0.0

@@ -13,7 +13,7 @@ from heads.base import layer_dims_of
 from heads.common.target_config import logit_factor
 from heads.formats.store import TargetSpec
 from heads.shapes import Logits, States, TokenIds
-from inference.target.packed import pack
+from inference.target.packed import prepack_weights
 
 
 class TargetEmbeddings(nn.Module):
@@ -92,7 +92,7 @@ class TargetEmbeddings(nn.Module):
                 rows.weight = nn.Parameter(weight[ids], requires_grad=False)
                 if self.lm_head.bias is not None:
                     rows.bias = nn.Parameter(self.lm_head.bias[ids], requires_grad=False)
-            pack(rows)
+            prepack_weights(rows)
             self._all_rows[ids] = version, rows
         object.__setattr__(self, "_some", (ids, rows))
         return rows

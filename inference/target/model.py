@@ -145,7 +145,7 @@ class TargetModel:
         compiled: the compiled verification passes; None if they are not compiled.
         compiles_drafts: whether heads' drafting is compiled.
         switch: the switch of its longrope; None without one.
-        context: the most tokens that a sequence may have.
+        max_model_len: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
         quantized: how its weights are quantised, None if they are not.
         recurrence: its recurrent layers; None if it has only attention.
@@ -195,7 +195,7 @@ class TargetModel:
             group_attention(self.config)
         self._cache_argument = cache_argument(self.base)
         self._noted = LayerOutputs(self.decoder_layers)
-        self.context: int = context_of(self.config)
+        self.max_model_len: int = context_of(self.config)
         eos = model.generation_config.eos_token_id if model.generation_config else None
         ends = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id]
         # A configuration may have others.
@@ -215,7 +215,7 @@ class TargetModel:
         self.layout: Layout = {}
         self.few_sizes = False  # whether caches have few capacities, for compiled passes
         self.packing: Packing | None = None
-        self.switch = switch_of(model)
+        self.longrope = switch_of(model)
         self.incompatibility = f"its attention ignores custom masks ({self.architecture})"
         self.takes_trees = False
         self.takes_ragged = False

@@ -19,7 +19,7 @@ MIN_SIZE = 2**17  # numbers of a weight; of a smaller one the call costs more th
 PACKED: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDictionary()
 
 
-def pack(module: nn.Module) -> None:
+def prepack_weights(module: nn.Module) -> None:
     """Let a module's linear layers keep packed copies of their weights from the first step on, if memory allows."""
     linears = [layer for layer in module.modules() if type(layer) is nn.Linear and is_packable(layer.weight)]
     if 2 * sum(layer.weight.nbytes for layer in linears) < psutil.virtual_memory().available:

@@ -57,10 +57,10 @@ def check(target: TargetModel) -> bool:
 
 
 def _check(target: TargetModel) -> bool:
-    window_sizes = windows(target.model, target.context)
-    room = target.context - len(PARENTS) - 1  # for the prompt, in one pass
-    if target.switch is not None:  # a request keeps its passes on one side of it
-        room = min(room, target.switch.length - DEPTH - 2)
+    window_sizes = windows(target.model, target.max_model_len)
+    room = target.max_model_len - len(PARENTS) - 1  # for the prompt, in one pass
+    if target.longrope is not None:  # a request keeps its passes on one side of it
+        room = min(room, target.longrope.length - DEPTH - 2)
     longest = max((size for size in window_sizes.values() if size <= LONGEST), default=0)
     length = max(1, min(PROMPT + longest, room))
     generator = torch.Generator().manual_seed(0)

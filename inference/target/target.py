@@ -16,7 +16,7 @@ from inference.target.compiled import Compiled, compiled_forwards
 from inference.target.config import ModelConfig, device_named, dtype_named
 from inference.target.loading import Adapter
 from inference.target.model import TargetModel
-from inference.target.packed import pack
+from inference.target.packed import prepack_weights
 from inference.target.placement import HERE, REPLICATE, Placed, Placement
 from inference.target.placement import check as check_placement
 from inference.target.placement import placed as placed_whole
@@ -40,7 +40,7 @@ class Target(TargetModel):
         self.packing = packing(model)
         if self.packing is not None and not probe.packs(self):
             self.packing = None
-        pack(model)  # after the checks, whose small passes would pack a target that only trains a head
+        prepack_weights(model)  # after the checks, whose small passes would pack a target that only trains a head
 
     @classmethod
     def load(
@@ -108,7 +108,7 @@ class Target(TargetModel):
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
-        """Context in which new batches neither capture steps nor compile drafts."""
+        """DraftContext in which new batches neither capture steps nor compile drafts."""
         before = self.captures, self.compiles_drafts
         self.captures = self.compiles_drafts = False
         try:
@@ -125,9 +125,9 @@ def check_prompt(target: Target, prompt: Tokens) -> None:
     """
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token; of several prompts, at least one prompt")
-    if len(prompt) >= target.context:
+    if len(prompt) >= target.max_model_len:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens but {target.name} reads at most {target.context}: shorten it"
+            f"the prompt has {len(prompt)} tokens but {target.name} reads at most {target.max_model_len}: shorten it"
         )
     last = target.embeddings.vocab_size - 1
     for token in (min(prompt), max(prompt)):
@@ -144,10 +144,10 @@ def check_size(target: Target, nodes: int, name: str) -> None:
     Raises:
         ValueError: it does not; the error names its drafter.
     """
-    if nodes > target.context:
+    if nodes > target.max_model_len:
         raise ValueError(
-            f"{name}: a tree of {nodes} nodes is larger than the context of {target.name}, {target.context} tokens: "
-            "draft fewer"
+            f"{name}: a tree of {nodes} nodes is larger than the context of {target.name}, {target.max_model_len} "
+            "tokens: draft fewer"
         )
 
 

@@ -18,7 +18,7 @@ ROWS = 256  # distributions summed up in fp64 at a time: 15,000 over a large voc
 
 
 @dataclass
-class Draws:
+class RequestRng:
     """The random numbers of one sequence's draft on the host: numbered samples of its root, or the noise of positions.
 
     Samples are independent of the numbers of verification and of drafts at other roots, so that every draft is a sample
@@ -48,9 +48,9 @@ class Draws:
         position = self.position + torch.tensor(below, device=probs.device)
         return exponential_noise(torch.full_like(position, self.key), position, probs.shape[-1])
 
-    def at(self, position: int) -> "Draws":
+    def at(self, position: int) -> "RequestRng":
         """Return the random numbers of a draft at another position, which do not depend on when this is called."""
-        return Draws(self.key, position, self.coupled)
+        return RequestRng(self.key, position, self.coupled)
 
 
 class Samples:

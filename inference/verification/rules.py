@@ -58,7 +58,7 @@ def valid_nodes(tree: DraftTree, ancestor_mask: AncestorMask, depth: Nodes, max_
 
 
 def follow(tree: DraftTree, ancestor_mask: AncestorMask, valid: NodeMask, matches_target: NodeMask) -> PerSequence:
-    """Return the deepest node of the longest path of right nodes.
+    """Return the tree_depth node of the longest path of right nodes.
 
     `ancestor_mask` marks each node's ancestors, itself included, `valid` the drafted nodes, `matches_target` the nodes
     that the target accepts after their parent.
@@ -68,7 +68,7 @@ def follow(tree: DraftTree, ancestor_mask: AncestorMask, valid: NodeMask, matche
 
 
 def follow_on_host(
-    tree: DraftTree, best: Int[Tensor, "1 N"], max_draft_depth: Int[Tensor, "1"], deepest: int
+    tree: DraftTree, best: Int[Tensor, "1 N"], max_draft_depth: Int[Tensor, "1"], tree_depth: int
 ) -> tuple[Accepted, Int[Tensor, "1 P"], Int[Tensor, "1"]]:
     """Return the path that the target's best tokens accept in one tree, its ranks, and the number of drafted nodes.
 
@@ -87,7 +87,7 @@ def follow_on_host(
         path.append(below)
     count, last = len(path), path[-1]
     committed = [*(tokens[node] for node in path[1:]), following[last]]
-    padding = deepest + 1 - count
+    padding = tree_depth + 1 - count
     path, committed = path + [last] * padding, committed + [tokens[last]] * padding
     drafted = sum(reached <= most for reached in depth) - 1
     order = [parents[:node].count(parents[node]) for node in path]
@@ -100,18 +100,18 @@ def walk(
     tree: DraftTree,
     valid: NodeMask,
     choose: Callable[[PerSequence, int], PerSequence],
-    deepest: int,
+    tree_depth: int,
     *,
     allow_host_sync: bool,
 ) -> tuple[PerSequence, PerSequence]:
     """Walk down each tree while the token that `choose` names after a node was drafted there, the first of equal ones.
 
-    So probs are computed only for nodes on the accepted paths, one per depth, down to `deepest`. With `allow_host_sync`
+    So probs are computed only for nodes on the accepted paths, one per depth, to `tree_depth`. With `allow_host_sync`
     the host reads whether all paths have ended. Returns the last nodes, and the tokens after them.
     """
     node = torch.zeros_like(tree.token[:, 0])
     walks, token = torch.ones_like(node, dtype=torch.bool), node
-    for depth in range(deepest + 1):
+    for depth in range(tree_depth + 1):
         token = torch.where(walks, choose(node, depth), token)
         child = valid & (tree.parent == node[:, None]) & (tree.token == token[:, None]) & walks[:, None]
         walks = child.any(1)
@@ -122,16 +122,16 @@ def walk(
 
 
 def accepted_paths(
-    tree: DraftTree, ancestor_mask: AncestorMask, last: PerSequence, token: PerSequence, deepest: int
+    tree: DraftTree, ancestor_mask: AncestorMask, last: PerSequence, token: PerSequence, tree_depth: int
 ) -> Accepted:
     """Return the paths to the last accepted nodes, and their tokens followed by `token`."""
     size, last = tree.token.shape[-1], last[:, None]
     on_path = ancestor_mask.expand(len(last), -1, -1).take_along_dim(last[..., None], 1)[:, 0]
     node = torch.arange(size, device=on_path.device)
-    path = torch.where(on_path, node, size).sort(1).values[:, : deepest + 1]  # parents come before children
+    path = torch.where(on_path, node, size).sort(1).values[:, : tree_depth + 1]  # parents come before children
     path, count = torch.where(path < size, path, last), on_path.sum(1)
     after = tree.token.gather(1, torch.cat([path[:, 1:], last], 1))
-    ends = torch.arange(deepest + 1, device=on_path.device) == count[:, None] - 1
+    ends = torch.arange(tree_depth + 1, device=on_path.device) == count[:, None] - 1
     return Accepted(path, count, torch.where(ends, token[:, None], after))
 
 
@@ -141,7 +141,7 @@ def typical(p: NodeProbs) -> PerNode:
     return (DELTA * torch.exp(-entropy)).clamp_max(EPSILON)
 
 
-def lenient(tree: DraftTree, p: NodeProbs, threshold: Callable[[NodeProbs], PerNode]) -> NodeMask:
+def above_threshold(tree: DraftTree, p: NodeProbs, threshold: Callable[[NodeProbs], PerNode]) -> NodeMask:
     """LOSSY. Return the mask of nodes whose token is above the threshold after their parent."""
     parent, row = tree.parent.clamp_min(0), torch.arange(len(p), device=p.device)[:, None]
     return p[row, parent, tree.token.clamp_min(0)] > threshold(p).gather(1, parent)

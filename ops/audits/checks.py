@@ -188,13 +188,14 @@ def limits(audit: compare.Audit) -> compare.Finding:
     def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
         limit, count = question.body["max_tokens"], ours.completion_tokens
         if ours.text == theirs.text:  # the token count is a separate check
-            odd = ours.finish != theirs.finish and theirs.finish in FINISH_REASONS
-            note = f"the baseline's text of {limit} tokens, finish_reason {ours.finish} and not {theirs.finish}"
-        elif count is not None and (count > limit or (count < limit and ours.finish != "stop")):
+            odd = ours.finish_reason != theirs.finish_reason and theirs.finish_reason in FINISH_REASONS
+            reasons = f"finish_reason {ours.finish_reason} and not {theirs.finish_reason}"
+            note = f"the baseline's text of {limit} tokens, {reasons}"
+        elif count is not None and (count > limit or (count < limit and ours.finish_reason != "stop")):
             odd = True
-            note = f"{count} tokens where max_tokens is {limit}, finish_reason {ours.finish}"
+            note = f"{count} tokens where max_tokens is {limit}, finish_reason {ours.finish_reason}"
         else:
-            odd = count is not None and ours.finish == "length" and theirs.text.startswith(ours.text)
+            odd = count is not None and ours.finish_reason == "length" and theirs.text.startswith(ours.text)
             note = f"{limit} tokens: {ours.text!r} is cut short"
         return note if odd else None
 
@@ -213,8 +214,8 @@ def stop_strings(audit: compare.Audit) -> compare.Finding:
         (stop,) = question.body["stop"]
         if stop in ours.text:
             return f"the stop string {stop!r} is in the text"
-        if theirs.finish == "stop" and ours.finish != "stop" and ours.text.startswith(theirs.text):
-            return f"finish_reason {ours.finish} where the baseline stops at {stop!r}"
+        if theirs.finish_reason == "stop" and ours.finish_reason != "stop" and ours.text.startswith(theirs.text):
+            return f"finish_reason {ours.finish_reason} where the baseline stops at {stop!r}"
         return None
 
     return checked(audit, "stop_string", questions, holds)
@@ -294,7 +295,7 @@ def schemas(audit: compare.Audit) -> compare.Finding:
 
     def holds(_: Question, ours: Reply, __: Reply) -> str | None:
         value = parsed(ours.text)
-        if value is None and ours.finish == "length" and ours.text.lstrip().startswith("{"):
+        if value is None and ours.finish_reason == "length" and ours.text.lstrip().startswith("{"):
             return None  # truncated by the token limit
         held = isinstance(value, dict) and {key: type(one) for key, one in value.items()} == TYPES
         return None if held else f"{ours.text!r} is not of the schema"
@@ -312,7 +313,7 @@ def tool_calls(audit: compare.Audit) -> compare.Finding:
     ]
 
     def holds(_: Question, ours: Reply, __: Reply) -> str | None:
-        broken = [text for _, text in ours.calls if ours.finish != "length" and not isinstance(parsed(text), dict)]
+        broken = [one for _, one in ours.calls if ours.finish_reason != "length" and not isinstance(parsed(one), dict)]
         return f"{broken[0]!r} is no JSON" if broken else None
 
     return checked(audit, "tool_call", questions, holds)

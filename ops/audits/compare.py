@@ -259,7 +259,7 @@ class Audit:
         """Return the fault that the texts of a difference suggest."""
         rest, after = (text.encode()[at:].decode(errors="replace") for text in (ours.text, theirs))
         if not rest:
-            return "early_stop" if ours.finish == "stop" else "limit"
+            return "early_stop" if ours.finish_reason == "stop" else "limit"
         others = [text for prompt, text in self.texts.items() if prompt != question.prompt]
         copied, resumed = rest[:COPIED], rest[:RESUMED]
         if len(copied) == COPIED and copied not in theirs and any(copied in text for text in others):

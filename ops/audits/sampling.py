@@ -182,7 +182,7 @@ def wrong_choices(ours: Replies, theirs: Replies) -> tuple[str, str] | None:
     if len(ours) != 2:
         return "choices", f"{len(ours)} choices where n is 2"
     counts = [replies[0].completion_tokens for replies in (ours, theirs)]
-    whole = all(reply.finish == "length" for reply in (*ours, *theirs))  # all have max_tokens
+    whole = all(reply.finish_reason == "length" for reply in (*ours, *theirs))  # all have max_tokens
     if None in counts or counts[0] == counts[1] or not whole:
         return None
     return "usage", f"{counts[0]} tokens of two choices, the baseline counts {counts[1]}"

@@ -70,7 +70,7 @@ def generation(
         logit_gaps=list(logit_gaps),
         prefill_s=0.1,
         decode_s=seconds,
-        finish="length",
+        finish_reason="length",
     )
 
 
@@ -79,6 +79,6 @@ class StubTarget(Target):
 
     def __init__(self, **facts: Any) -> None:
         self.tokenizer: Any = None
-        self.context = 64
+        self.max_model_len = 64
         self.spec = TargetSpec("stub", 64, 4, 2, "f00d")
         self.__dict__.update(facts)

@@ -117,7 +117,7 @@ def test_every_trees_step_is_timed_on_the_text_of_the_baseline(monkeypatch: pyte
     answers = {tuple(prompt): autoregress(target, prompt, SETTINGS).tokens for prompt in prompts}
     for request in requests:
         made = request.generation.tokens
-        prompt = request.context[: len(request.context) - len(made)]
+        prompt = request.token_ids[: len(request.token_ids) - len(made)]
         assert made == answers[tuple(prompt)][: len(made)]
 
 

@@ -111,9 +111,9 @@ def test_hf_generate_emits_plain_decodings_tokens() -> None:
     run = live.hf_generate(target, prompt, RequestParams(24, GREEDY))
     assert toys.lively(run.tokens)
     assert run.tokens == plain.tokens
-    assert (run.finish, run.steps) == ("length", [])
+    assert (run.finish_reason, run.steps) == ("length", [])
     assert run.decode_s > 0
-    prompt = toys.prompt(0, target.context - 4)
+    prompt = toys.prompt(0, target.max_model_len - 4)
     assert len(live.hf_generate(target, prompt, RequestParams(24, GREEDY)).tokens) == 4
 
 

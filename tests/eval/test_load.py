@@ -68,11 +68,11 @@ class Paced(Batch):
         for row in self.running:
             made = self.made[row.request_index]
             made.tokens.append(7)
-            made.finish = "length" if len(made.tokens) == 3 else ""
+            made.finish_reason = "length" if len(made.tokens) == 3 else ""
 
     def release(self) -> None:
         """Let finished answers go."""
-        for row in [row for row in self.running if self.made[row.request_index].finish]:
+        for row in [row for row in self.running if self.made[row.request_index].finish_reason]:
             self.slots.remove(row)
 
 

@@ -126,9 +126,9 @@ def test_the_gate_runs_with_the_rule_and_the_rows_name_it(
     asked = []
     speculate = live.speculate
 
-    def noted(*args: Any, settings: RequestParams, **kwargs: Any) -> Any:
-        asked.append((settings.rule, settings.sampling))
-        return speculate(*args, settings=settings, **kwargs)
+    def noted(*args: Any, params: RequestParams, **kwargs: Any) -> Any:
+        asked.append((params.rule, params.sampling))
+        return speculate(*args, params=params, **kwargs)
 
     monkeypatch.setattr(live, "speculate", noted)
     values = {"rule": "coupled", "temperature": [0, 1.0], "repetition_penalty": 1.3, "min_p": 0.01, "prompts": 1}
@@ -151,7 +151,7 @@ def test_each_temperature_and_each_workload_has_its_own_check(
 
     def sampled(setup: Any, _: float, tests: int, __: Any) -> list[SampledGate]:
         told.append(tests)
-        temperature = setup.settings.sampling.temperature
+        temperature = setup.params.sampling.temperature
         verdicts = ["identical", "failed" if temperature == 1 else "identical", "near_tie"]
         return [SampledGate(name, temperature, verdict_of(verdicts, [], []), None, "none") for name in setup.drafters]
 

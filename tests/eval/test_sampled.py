@@ -103,15 +103,15 @@ def test_numbers_that_drafts_and_coins_share_are_caught(monkeypatch: pytest.Monk
 def test_a_walk_that_likes_its_drafts_too_much_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of drafts that are chosen: the score of the first drafted token is raised."""
     assert sampled_test("dynamic").passed
-    choose = step.DeviceStep.choose
+    choose = step.DeviceStep.sample_target
 
-    def lenient(self: Any, slots: Any, drafted: Any, scores: Any, *others: Any) -> torch.Tensor:
+    def above_threshold(self: Any, slots: Any, drafted: Any, scores: Any, *others: Any) -> torch.Tensor:
         if drafted.tree.token.shape[1] > 1:
             scores = scores.clone()
             scores[torch.arange(len(scores)), 0, drafted.tree.token[:, 1]] += 12
         return choose(self, slots, drafted, scores, *others)
 
-    monkeypatch.setattr(step.DeviceStep, "choose", lenient)
+    monkeypatch.setattr(step.DeviceStep, "sample_target", above_threshold)
     assert not sampled_test("dynamic").passed
 
 
@@ -166,15 +166,15 @@ def test_a_rule_that_likes_its_drafts_too_much_is_caught(source: str, monkeypatc
     setup = Setup(target, drafters, prompts, HOT)
     assert sampled_gates(setup, TV, 1)[0].passed
     monkeypatch.setattr(rules.AcceptDraws, "sample", easier_coins)
-    choose = step.DeviceStep.choose
+    choose = step.DeviceStep.sample_target
 
-    def lenient(self: Any, slots: Any, drafted: Any, logits: Any, sampling: Any, *others: Any) -> torch.Tensor:
+    def above_threshold(self: Any, slots: Any, drafted: Any, logits: Any, sampling: Any, *others: Any) -> torch.Tensor:
         logits = logits.clone()
         if drafted.tree.token.shape[1] > 1 and drafted.noise is None:
             logits[torch.arange(len(logits)), 0, drafted.tree.token[:, 1].clamp_min(0)] += 12
         return choose(self, slots, drafted, logits, sampling, *others)
 
-    monkeypatch.setattr(step.DeviceStep, "choose", lenient)
+    monkeypatch.setattr(step.DeviceStep, "sample_target", above_threshold)
     (found,) = sampled_gates(setup, TV, 1)
     assert found.distribution is not None
     assert found.distribution.control_rejected
@@ -264,7 +264,7 @@ def test_a_races_gap_is_in_logits_at_any_temperature(temperature: float, monkeyp
     """Noise of one value leaves the race to the law: its winner is ahead by what its logit is."""
     target, prompt = toys.target(), PROMPTS[0].token
     params = replace(HOT, rule=COUPLED, sampling=replace(HOT.sampling, temperature=temperature))
-    monkeypatch.setattr(gates.Request, "noise", lambda _, logits: torch.ones_like(logits))
+    monkeypatch.setattr(rng.RequestRng, "noise", lambda *args: torch.ones_like(args[-1]))
     token = torch.tensor(prompt)[None]
     logits = target.embeddings.logits(target.features(token, torch.zeros_like(token), ()).last_hidden[0, -1])
     first, second = logits.topk(2).values.tolist()
@@ -323,5 +323,5 @@ def test_the_winner_of_the_noise_is_what_decoding_chose() -> None:
         assert coupled_gap(target, PROMPTS[0].token, plain.tokens[:place], params) > 0
         request = gates._request(target, PROMPTS[0].token, plain.tokens[:place], params, target.cache())
         probs = gates._probs(request)
-        noise = rng.Draws(request.key, len(request.context), False).noise(range(1), probs[None])
+        noise = rng.RequestRng(request.rng_key, len(request.token_ids), False).noise(range(1), probs[None])
         assert int((probs / noise[0]).argmax()) == token

@@ -97,7 +97,7 @@ def test_a_text_that_ends_early_is_replayed_to_its_end(monkeypatch: pytest.Monke
         of = rank_text(target, head, short, LARGEST[1:], DEPTH)
         for tree in (TRIED[0], TRIED[1], TRIED[2], TRIED[5]):
             made = speculate(target, HeadDrafter(head, tree, name), toys.prompt(0), SETTINGS)
-            assert made.finish == "eos"
+            assert made.finish_reason == "eos"
             assert [count for _, count in replay(of, tree)] == [step.accepted for step in made.steps]
 
 

@@ -173,11 +173,11 @@ def test_answers_of_one_token_have_a_report(runs: Path, tmp_path: Path, temperat
 
 def test_a_text_has_no_more_room_than_the_context() -> None:
     target = toys.target()
-    text = Text([1] * (target.context - 4), target.context - 20, 64)
+    text = Text([1] * (target.max_model_len - 4), target.max_model_len - 20, 64)
     assert within_context(text, "a", "log", target, False).limit == 20
-    long = Text([i % toys.VOCAB for i in range(target.context + 6)], target.context - 20, 64)
+    long = Text([i % toys.VOCAB for i in range(target.max_model_len + 6)], target.max_model_len - 20, 64)
     cut = within_context(long, "a", "log", target, True)
-    assert (cut.token, cut.start, cut.limit) == (long.token[6:], target.context - 26, 26)
+    assert (cut.token, cut.start, cut.limit) == (long.token[6:], target.max_model_len - 26, 26)
     assert within_context(Text(long.token, 7, 64), "a", "log", target, True).start == 1
     with pytest.raises(ValueError, match="truncate=true to keep each text's end"):
         within_context(Text(long.token, 6, 64), "a", "log", target, True)

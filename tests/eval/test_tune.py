@@ -137,7 +137,7 @@ def test_a_target_that_takes_chains_alone_gets_chains() -> None:
     assert set(proposed(grid, table, OWN_TREE, 4, takes_trees=False)) == {"chain"}
     whole = proposed(grid, table, OWN_TREE, 2, takes_trees=True)
     assert set(whole) == {"chain", "static", "dynamic", "best_first", OWN}
-    assert max(tree.deepest for name, each in whole.items() if name != OWN for tree in each) == 2
+    assert max(tree.tree_depth for name, each in whole.items() if name != OWN for tree in each) == 2
     assert {(tree.depth, tree.top_k, tree.nodes) for tree in whole["dynamic"]} == {
         *((1, k, 2) for k in (2, 3)), *((2, 2, n) for n in (2, 4)), *((2, 3, n) for n in (2, 4, 8)),
     }, "as many nodes as levels or more, and no more than there are"  # fmt: skip

@@ -9,8 +9,8 @@ from heads.base import DraftVocabulary
 from heads.modules.fusion import chosen_layers
 from heads.modules.vocab import DraftLmHead, argmax
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Context
-from inference.verification.rng import Draws
+from inference.protocol import DraftContext
+from inference.verification.rng import RequestRng
 from inference.verification.sample import GREEDY
 from tests import drafting, toys
 
@@ -62,7 +62,7 @@ def test_what_is_not_drafted_is_never_drafted() -> None:
     logits = drafting.logits(head, level)
     assert logits.shape == (1, toys.VOCAB)
     assert logits.isfinite().sum() == 30
-    context = Context([3], GREEDY, Draws(0, 0, coupled=False), 1)
+    context = DraftContext([3], GREEDY, RequestRng(0, 0, coupled=False), 1)
     proposal = grow(head, state, level, TreeConfig("dynamic", 1, 30, 30, [], []), context)
     assert sorted(proposal.tree.token[1:].tolist()) == head.vocab.ids.tolist()
     assert set(logits[0].topk(30).indices.tolist()) == set(head.vocab.ids.tolist())

@@ -10,7 +10,7 @@ from torch import Tensor
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import registry
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.protocol import CommittedTokens, Context, Drafter, Proposal
+from inference.protocol import CommittedTokens, DraftContext, Drafter, Proposal
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -49,7 +49,7 @@ class Recorder(HostDrafter, DrafterState):
         self.commits.append(commit)
         self.state.update(commit)
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         before = list(context.token)
         self.asked.append((before, context.max_draft_depth))
         self.proposed.append(self.state.propose(context))

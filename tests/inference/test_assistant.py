@@ -9,7 +9,7 @@ import torch
 
 from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.assistant import Assistant, AssistantState, Vocabulary
-from inference.protocol import Context, Proposal
+from inference.protocol import DraftContext, Proposal
 from inference.target import probe
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling, distribution, penalize
@@ -194,7 +194,7 @@ def test_every_draft_by_shared_tokens_is_that_of_a_model_without_a_cache(
     number = {word: i for i, word in enumerate(SHUFFLED[:32])}
     checked, propose = [], AssistantState.propose
 
-    def compared(state: Any, context: Context) -> Proposal:
+    def compared(state: Any, context: DraftContext) -> Proposal:
         made = propose(state, context)
         read = [number.get(t, -1) for t in context.token]
         # Words that the assistant lacks: the first word replaces unknown ones in the prompt, TLI leaves later ones out.

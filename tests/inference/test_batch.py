@@ -83,7 +83,7 @@ def test_each_request_is_decoded_as_if_alone(near: str, name: str) -> None:
     source = DRAFTERS[name](target, near)
     alone = [speculate(target, source, prompt, each) for prompt, each in zip(prompts, settings, strict=True)]
     made = speculate(target, DRAFTERS[name](target, near), prompts, settings, batch_size=2)
-    assert [one.finish for one in made] == ["length"] * len(prompts)
+    assert [one.finish_reason for one in made] == ["length"] * len(prompts)
     assert all(one.latency_s >= one.prefill_s > 0 for one in made)
     assert [one.tokens for one in made] == [one.tokens for one in alone]
     if name not in LEARNS:
@@ -267,7 +267,7 @@ def test_every_source_writes_what_transformers_writes(
         settings.append(RequestParams(tokens, sampling, stop=(stop,) if stop else (), seed=i))
     made = speculate(target, drafter, [toys.prompt(*one[:2]) for one in shapes], settings, batch_size=size)
     assert [one.tokens for one in made] == expected
-    assert [one.finish for one in made] == finishes
+    assert [one.finish_reason for one in made] == finishes
     assert {*finishes} == {"stop", "eos", "length"}
     assert sum(step.accepted for one in made for step in one.steps) > 0 or name in RARELY
 

@@ -12,7 +12,7 @@ from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig, check_tree, expanded, most_nodes
 from inference.drafters.registry import make
-from inference.protocol import Context, Proposal
+from inference.protocol import DraftContext, Proposal
 from inference.request import Request
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
@@ -33,7 +33,7 @@ class Oracle(HostDrafter, DrafterState):
         self.prompt = len(prompt)
         return self
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         made = len(context.token) - self.prompt
         ahead = self.text[made : made + min(self.depth, context.max_draft_depth)]
         token = [context.token[-1], *ahead]
@@ -58,7 +58,7 @@ def test_oracle_commits_depth_plus_one_a_pass() -> None:
     assert sum(step.committed for step in made.steps) == 23
     assert made.tau == 23 / 6
     assert made.origins[:6] == ["prefill", "draft", "draft", "draft", "bonus", "draft"]
-    assert made.finish == "length"
+    assert made.finish_reason == "length"
     assert autoregress(toys.target(), toys.prompt(0), RequestParams(24, GREEDY)).tau == 1.0
 
 
@@ -71,7 +71,7 @@ def test_an_end_inside_an_accepted_path_ends_it_and_steps_say_which_siblings_wer
     made = speculate(target, Oracle(text, 3, wrong_first=True), toys.prompt(0), RequestParams(24, GREEDY))
     alone = autoregress(target, toys.prompt(0), RequestParams(24, GREEDY))
     assert made.tokens == alone.tokens == text[: end + 1]
-    assert made.finish == alone.finish == "eos"
+    assert made.finish_reason == alone.finish_reason == "eos"
     assert sum(step.committed for step in made.steps) == end
     assert [len(step.ranks) for step in made.steps] == [step.accepted for step in made.steps]
     assert made.steps[0].ranks == (1, 0, 0)
@@ -102,16 +102,16 @@ def test_a_stop_string_whose_characters_take_several_tokens_each(monkeypatch: py
     tokens = target.tokenizer(stop, add_special_tokens=False)["input_ids"]
     assert len(tokens) > len(stop) + 8
     request.emit([*tokens, 3], ["bonus"] * (len(tokens) + 1), [])
-    assert request.generation.finish == "stop"
+    assert request.generation.finish_reason == "stop"
     assert request.generation.tokens == tokens
 
 
 def test_the_context_is_filled_and_not_passed() -> None:
     target = toys.target()
-    prompt = toys.prompt(0, target.context - 9)
+    prompt = toys.prompt(0, target.max_model_len - 9)
     text = autoregress(target, prompt, RequestParams(100, GREEDY)).tokens
     made = speculate(target, Oracle(text, 5), prompt, RequestParams(100, GREEDY))
-    assert len(prompt) + len(text) == target.context
+    assert len(prompt) + len(text) == target.max_model_len
     assert made.tokens == text
 
 
@@ -134,11 +134,11 @@ def refused(words: str, prompts: Any, settings: Any, drafter: Any = None, **opti
     ("prompts", "settings", "words"),
     [
         ([], FOUR, "the prompt is empty: give at least one token; of several prompts, at least one prompt"),
-        ([], [FOUR], "settings is a list, but the prompt is one"),
+        ([], [FOUR], "params is a list, but the prompt is one"),
         ([[]], FOUR, "the prompt is empty"),
-        ([[1, 2], [3]], [FOUR], "there are 1 settings for 2 prompts: give one for all, or one each"),
-        ([[1, 2]], [FOUR, FOUR], "there are 2 settings for 1 prompts"),
-        ([1, 2], [FOUR], "settings is a list, but the prompt is one"),
+        ([[1, 2], [3]], [FOUR], "there are 1 params for 2 prompts: give one for all, or one each"),
+        ([[1, 2]], [FOUR, FOUR], "there are 2 params for 1 prompts"),
+        ([1, 2], [FOUR], "params is a list, but the prompt is one"),
         ([[1], [1] * 160], FOUR, "the prompt has 160 tokens but llama reads at most 160: shorten it"),
         ([1] * 160, FOUR, "the prompt has 160 tokens"),
         ([1, 40], FOUR, "the prompt holds token 40 but those of llama go from 0 to 39"),

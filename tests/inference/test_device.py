@@ -8,7 +8,7 @@ from inference.drafters.policy import TreeConfig, sampled_shape
 from inference.verification import rules
 from inference.verification.rng import (
     ACCEPT_KEY,
-    Draws,
+    RequestRng,
     Samples,
     exponential_noise,
     hash_key,
@@ -88,8 +88,8 @@ def on_device(rule: str, draft: Sampled, p: Tensor, seed: int, allow_host_sync: 
     tree = DraftTree(draft.token, torch.tensor(draft.parents).expand_as(draft.token))
     count = ancestors(tree).sum(-1).gather(1, last[:, None])[:, 0]
     token = (left / exponential_noise(key, START + count, V)).argmax(-1)
-    deepest = int(ancestors(tree).sum(-1).max()) - 1
-    path, committed, tokens = rules.accepted_paths(tree, ancestors(tree), last, token, deepest)
+    tree_depth = int(ancestors(tree).sum(-1).max()) - 1
+    path, committed, tokens = rules.accepted_paths(tree, ancestors(tree), last, token, tree_depth)
     assert committed.equal(count)
     assert tokens.gather(1, count[:, None] - 1)[:, 0].equal(token)
     assert all(draft.token[b, path[b, 1:n]].equal(tokens[b, : n - 1]) for b, n in enumerate(count.tolist()))
@@ -129,7 +129,7 @@ def test_what_is_drafted_says_nothing_of_other_drafts_coins_or_noise() -> None:
     for seed in range(count):
         row: list[int] = []
         for start in (7, 8):
-            drafts, verified = Draws(seed_key(seed), start, coupled=False).samples(CPU), Coins(seed, start)
+            drafts, verified = RequestRng(seed_key(seed), start, coupled=False).samples(CPU), Coins(seed, start)
             two = probs.expand(1, 2 if start == 7 else 1, -1)
             row += [*drafts.sample_distinct(two, 2)[0, :, 0].tolist(), *drafts.sample(two)[0].tolist()]
             row += verified.sample(probs)
@@ -181,12 +181,12 @@ def test_one_tree_is_followed_on_the_host_as_many_are_on_the_device() -> None:
         tree.token[:, 0] = 1
         ancestor_mask = ancestors(tree)
         depth, room = ancestor_mask.sum(-1) - 1, torch.tensor([case % 5])
-        best, deepest = torch.randint(4, (1, size), generator=generator), int(depth.max())
+        best, tree_depth = torch.randint(4, (1, size), generator=generator), int(depth.max())
         valid = rules.valid_nodes(tree, ancestor_mask, depth, room)
         last = rules.follow(tree, ancestor_mask, valid, tree.token == best.gather(1, tree.parent.clamp_min(0)))
-        accepted = rules.accepted_paths(tree, ancestor_mask, last, best[0, last], deepest)
+        accepted = rules.accepted_paths(tree, ancestor_mask, last, best[0, last], tree_depth)
         ranks = rules.ranks(tree).gather(1, accepted.path)
-        one, its_ranks, count = rules.follow_on_host(tree, best, room, deepest)
+        one, its_ranks, count = rules.follow_on_host(tree, best, room, tree_depth)
         assert torch.equal(one.path, accepted.path)
         assert torch.equal(its_ranks, ranks)
         assert torch.equal(one.committed, accepted.committed)

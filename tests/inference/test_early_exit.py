@@ -11,11 +11,11 @@ from heads.common.typed import build
 from inference.drafters.contrib.layer_skip import FORMAT, EarlyExit, LayerSkip, SkipFile, save_skips
 from inference.drafters.host import HostDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import CommittedTokens, Context, Proposal
+from inference.protocol import CommittedTokens, DraftContext, Proposal
 from inference.target.model import LayerSkippedTarget, SkipSet
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Draws
+from inference.verification.rng import RequestRng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from tests import assistants, toys
 from tests.enumeration import EXACT, distance, law, verify_on_device
@@ -37,7 +37,9 @@ def proposal(target: Target, exit_layer: int, tree: str, sampling: Sampling = GR
     prompt = toys.prompt(3, 12)
     cache = target.cache()
     target.prefill(torch.tensor(prompt[:-1]), cache)
-    made = drafter(target, exit_layer, tree).propose(Context(prompt, sampling, Draws(0, 0, coupled=False), room, cache))
+    made = drafter(target, exit_layer, tree).propose(
+        DraftContext(prompt, sampling, RequestRng(0, 0, coupled=False), room, cache)
+    )
     assert {layer.get_seq_length() for layer in cache.hf.layers} == {11}
     assert len(made.tree.token) > 4
     return made
@@ -119,7 +121,7 @@ def one_pass(target: Target, source: HostDrafter, depths: set[int]) -> dict[tupl
         cache, state = target.cache(), source.start(PROMPT[:-1])
         target.prefill(torch.tensor(PROMPT[:-1]), cache)
         state.update(CommittedTokens(PROMPT[-1:]))
-        made = state.propose(Context(PROMPT, SAMPLING, rng, HORIZON - 1, cache))
+        made = state.propose(DraftContext(PROMPT, SAMPLING, rng, HORIZON - 1, cache))
         logits = target.embeddings.logits(target.score(made.tree, cache).last_hidden[0])
         path, bonus = verify_on_device(made.tree, logits, made.q, SAMPLING, rng)
         cache.keep(prefix, path)

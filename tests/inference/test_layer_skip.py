@@ -25,10 +25,10 @@ from inference.drafters.contrib.layer_skip import (
     save_skips,
     search,
 )
-from inference.protocol import Context, Proposal
+from inference.protocol import DraftContext, Proposal
 from inference.target.model import LayerSkippedTarget, SkipSet
 from inference.target.target import Target
-from inference.verification.rng import Draws
+from inference.verification.rng import RequestRng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from tests import toys
 from tests.refusals import refuses
@@ -81,7 +81,7 @@ class Naive:
 def propose(source: LayerSkip, target: Target, sampling: Sampling = GREEDY, room: int = 9) -> Proposal:
     text, cache = toys.prompt(3, 12), target.cache()
     target.prefill(torch.tensor(text[:-1]), cache)
-    made = source.propose(Context(text, sampling, Draws(0, 0, coupled=False), room, cache))
+    made = source.propose(DraftContext(text, sampling, RequestRng(0, 0, coupled=False), room, cache))
     assert {layer.get_seq_length() for layer in cache.hf.layers} == {11}, "the draft's rows are dropped"
     return made
 
@@ -191,7 +191,7 @@ def test_a_set_is_rated_by_the_first_drafted_token_everywhere(
     for end in range(prompt, len(token)):
         cache = target.cache()
         target.prefill(torch.tensor(token[: end - 1]), cache)
-        context = Context(token[:end], GREEDY, Draws(0, 0, coupled=False), 1, cache)
+        context = DraftContext(token[:end], GREEDY, RequestRng(0, 0, coupled=False), 1, cache)
         right.append(int(source.propose(context).tree.token[1]) == token[end])
     rating = rate(target, skips, [text], 1)
     assert {layer.get_seq_length() for layer in text[2].hf.layers} == {len(token)}

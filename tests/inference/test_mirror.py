@@ -10,7 +10,7 @@ from heads.common.typed import build
 from inference.decode import RequestParams, speculate
 from inference.drafters.assistant import Assistant
 from inference.drafters.contrib.mirror import Mirror, MirrorState
-from inference.protocol import Context, Proposal
+from inference.protocol import DraftContext, Proposal
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import assistants, toys
@@ -35,7 +35,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that fills up with whether each step's draft was prepared."""
     found, propose = list[bool](), MirrorState.propose
 
-    def watched(state: MirrorState, context: Context) -> Proposal:
+    def watched(state: MirrorState, context: DraftContext) -> Proposal:
         found.append(state.ready is not None)
         return propose(state, context)
 

@@ -14,10 +14,10 @@ from inference.drafters.contrib.layer_skip import EarlyExit, LayerSkip
 from inference.drafters.head import MtpDrafter
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.hybrid import Hybrid, HybridBatch, Record
-from inference.protocol import CommittedTokens, Context, Drafter, DraftInputs, Proposal
+from inference.protocol import CommittedTokens, DraftContext, Drafter, DraftInputs, Proposal
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees
-from inference.verification.rng import Draws
+from inference.verification.rng import RequestRng
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree, agreed
 from tests import toys
@@ -25,7 +25,7 @@ from tests.enumeration import EXACT, HORIZON, VOCAB, Tables, distance, law, veri
 from tests.inference.model_free import CONF, NAMES, Recorder, decode, make, plain
 
 TOKENS = 36
-DRAWS = Draws(0, 0, coupled=False)
+DRAWS = RequestRng(0, 0, coupled=False)
 TEXT = [0, 1, 2, 0, 1, 1, 2, 0, 1, 2, 2, 0, 0, 1, 2, 0]
 DRAFTERS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {},
@@ -67,7 +67,7 @@ def test_every_yaml_is_a_source() -> None:
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_nothing_lies_deeper_than_the_answer_reaches(name: str, room: int) -> None:
     drafter = source(name)
-    proposal = warm(drafter, TEXT).propose(Context(TEXT, GREEDY, DRAWS, room))
+    proposal = warm(drafter, TEXT).propose(DraftContext(TEXT, GREEDY, DRAWS, room))
     tree, look_ahead = proposal.tree, proposal.look_ahead
     assert int(trees.layout(tree, 0)[0].max()) <= room
     assert tree.token[0] == TEXT[-1]
@@ -93,7 +93,7 @@ def test_emitted_law_is_the_targets(name: str, temperature: float) -> None:
     """One pass after a text that gives every source something to draft; its proposal is made before any draw."""
     tables, sampling = Tables(3), Sampling(temperature, 0, 1.0)
     drafter = source(name)
-    context = Context(TEXT, sampling, DRAWS, HORIZON - 1)
+    context = DraftContext(TEXT, sampling, DRAWS, HORIZON - 1)
     drafted = warm(drafter, TEXT).propose(context).tree
     assert drafted.token.max() < VOCAB
 
@@ -158,7 +158,7 @@ class Fixed(HostDrafter, DrafterState):
     def update(self, commit: CommittedTokens) -> None:
         self.calls.append("update")
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         self.calls.append("propose")
         token = torch.tensor([context.token[-1], *self.chain])
         return Proposal(DraftTree(token, torch.arange(-1, len(self.chain))), expected=self.score)
@@ -177,7 +177,7 @@ def begun(source: Hybrid) -> HybridBatch:
 
 def draft(batch: HybridBatch) -> DraftTree:
     """Return what is drafted for it."""
-    batch.begin([Context([0], GREEDY, DRAWS, 9)], 0)
+    batch.begin([DraftContext([0], GREEDY, DRAWS, 9)], 0)
     tree = batch.draft_trees(
         DraftInputs(torch.zeros(1, 1, dtype=torch.long), GREEDY), torch.tensor([9]), 0, allow_host_sync=True
     ).tree

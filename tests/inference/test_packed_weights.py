@@ -10,7 +10,7 @@ from heads.common.resolvers import ROOT
 from inference.decode import speculate
 from inference.drafters.plain import Baseline
 from inference.request import RequestParams
-from inference.target.packed import PACKED, is_packable, pack
+from inference.target.packed import PACKED, is_packable, prepack_weights
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -22,7 +22,7 @@ def layers(request: pytest.FixtureRequest) -> tuple[nn.Linear, nn.Linear]:
     if not is_packable(plain.weight):
         pytest.skip("oneDNN has no bfloat16 on this machine")
     packed = deepcopy(plain)
-    pack(packed)
+    prepack_weights(packed)
     return packed, plain
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from heads.base import DraftVocabulary, LevelNodes, LevelOutput
 from inference.drafters.policy import TreeConfig, by_confidence, grow, grow_batch
-from inference.protocol import Context, DraftInputs
+from inference.protocol import DraftContext, DraftInputs
 from inference.verification import tree as trees
-from inference.verification.rng import DRAFT_KEY, Draws, Samples, exponential_noise, hash_key, seed_key
+from inference.verification.rng import DRAFT_KEY, RequestRng, Samples, exponential_noise, hash_key, seed_key
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree
 
@@ -178,10 +178,10 @@ def paths(tree: DraftTree) -> list[Path]:
     return made
 
 
-def contexts(way: str) -> list[Context]:
-    draws = [Draws(seed_key(SEED), len(prompt), way == "coupled") for prompt in PROMPTS]
+def contexts(way: str) -> list[DraftContext]:
+    draws = [RequestRng(seed_key(SEED), len(prompt), way == "coupled") for prompt in PROMPTS]
     pairs = zip(PROMPTS, draws, ROOMS, strict=True)
-    return [Context(prompt, SAMPLINGS[way], of, max_draft_depth) for prompt, of, max_draft_depth in pairs]
+    return [DraftContext(prompt, SAMPLINGS[way], of, max_draft_depth) for prompt, of, max_draft_depth in pairs]
 
 
 def check(tree: DraftTree, ranking: Ranking, config: TreeConfig, room: int) -> None:
@@ -220,7 +220,7 @@ def test_a_ranked_tree_is_the_oracles_alone_and_in_batches(name: str, way: str, 
             assert lineage == [len(path) for path in paths(one)]
 
 
-def on_device(given: list[Context], way: str) -> DraftInputs:
+def on_device(given: list[DraftContext], way: str) -> DraftInputs:
     """Return the roots as the batch's step has them."""
     position = torch.tensor([len(context.token) for context in given])[:, None] + torch.arange(DEEPEST + 9)
     noise = exponential_noise(torch.full(position.shape, seed_key(SEED)), position, VOCAB) if way == "coupled" else None

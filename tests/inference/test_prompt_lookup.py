@@ -7,17 +7,17 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from inference.drafters.prompt_lookup import PromptLookup, TextIndex
-from inference.protocol import Context
-from inference.verification.rng import Draws
+from inference.protocol import DraftContext
+from inference.verification.rng import RequestRng
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.inference.model_free import make
 
-DRAWS = Draws(0, 0, coupled=False)
+DRAWS = RequestRng(0, 0, coupled=False)
 
 
 def proposed(source: TextIndex, text: list[int], max_draft_depth: int = 99) -> list[int]:
-    tree = source.propose(Context(text, GREEDY, DRAWS, max_draft_depth)).tree
+    tree = source.propose(DraftContext(text, GREEDY, DRAWS, max_draft_depth)).tree
     assert tree.parent.tolist() == list(range(-1, len(tree.token) - 1))
     assert int(tree.token[0]) == text[-1]
     return tree.token[1:].tolist()

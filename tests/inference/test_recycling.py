@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from inference.drafters.recycling import top_tokens
-from inference.protocol import CommittedTokens, Context, Verified
+from inference.protocol import CommittedTokens, DraftContext, Verified
 from inference.target.target import Target
-from inference.verification.rng import Draws
+from inference.verification.rng import RequestRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 from tests import toys
@@ -71,7 +71,7 @@ def test_rejected_nodes_renew_their_rows_and_the_last_of_equals_counts() -> None
     state = source.start([1])
     state.update(CommittedTokens([4], Verified(tree, [0], law)))
     assert source.candidates == {1: [8, 9], 2: [6, 7]}
-    proposal = state.propose(Context([0, 2], GREEDY, Draws(0, 0, coupled=False), 9))
+    proposal = state.propose(DraftContext([0, 2], GREEDY, RequestRng(0, 0, coupled=False), 9))
     assert proposal.tree.token.tolist() == [2, 6, 7]
 
 

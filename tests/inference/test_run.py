@@ -99,7 +99,7 @@ def test_a_request_is_decoded_as_the_command_says() -> None:
     sampling = Sampling(0.5, 5, 0.8, 0.1, 1.2)
     asked = RequestParams(12, sampling, ("a",), 4, rule="typical", lossy=True, min_new_tokens=3)
     assert made.request() == asked
-    assert made.settings(0.5, logit_gaps=True, stop=["a"]) == replace(asked, logit_gaps=True)
+    assert made.params(0.5, logit_gaps=True, stop=["a"]) == replace(asked, logit_gaps=True)
 
 
 def test_a_chat_reads_lines_and_remembers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

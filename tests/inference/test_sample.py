@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from inference.verification.rng import Draws, Samples, seed_key
+from inference.verification.rng import RequestRng, Samples, seed_key
 from inference.verification.sample import GREEDY, Sampling, distribution, penalize
 from tests import oracle
 
@@ -98,7 +98,7 @@ CPU = torch.device("cpu")
 PROBS = torch.full((4, 100), 0.01)
 
 
-def drawn(draws: Draws) -> list[Any]:
+def drawn(draws: RequestRng) -> list[Any]:
     """Draw everything that a kind gives."""
     tokens = [draws.token(PROBS[:1], depth) for depth in range(1, 6)]
     samples = draws.samples(CPU)
@@ -107,14 +107,14 @@ def drawn(draws: Draws) -> list[Any]:
 
 @pytest.mark.parametrize("coupled", [False, True])
 def test_all_is_a_function_of_the_key_and_of_the_position(coupled: bool) -> None:
-    one = drawn(Draws(1, 5, coupled))
-    assert one == drawn(Draws(1, 5, coupled)) == drawn(Draws(1, 9, coupled).at(5))
-    for other in (Draws(2, 5, coupled), Draws(1, 6, coupled)):
+    one = drawn(RequestRng(1, 5, coupled))
+    assert one == drawn(RequestRng(1, 5, coupled)) == drawn(RequestRng(1, 9, coupled).at(5))
+    for other in (RequestRng(2, 5, coupled), RequestRng(1, 6, coupled)):
         assert all(ours != theirs for ours, theirs in zip(one, drawn(other), strict=True))
 
 
 def test_coupled_noise_is_the_positions_whoever_reads_it() -> None:
-    first, second = Draws(1, 5, coupled=True), Draws(1, 6, coupled=True)
+    first, second = RequestRng(1, 5, coupled=True), RequestRng(1, 6, coupled=True)
     assert first.token(PROBS[:1], 2) == second.token(PROBS[:1], 1) != first.token(PROBS[:1], 1)
     assert first.noise(range(1, 3), PROBS).equal(second.noise(range(2), PROBS))
-    assert oracle.Coins(1, 5).sample(PROBS[:1]) == [Draws(seed_key(1), 5, coupled=True).token(PROBS[:1], 1)]
+    assert oracle.Coins(1, 5).sample(PROBS[:1]) == [RequestRng(seed_key(1), 5, coupled=True).token(PROBS[:1], 1)]

@@ -144,7 +144,7 @@ def test_a_saved_schedule_is_drafted_by_unless_a_tree_is_given(folder: Path) -> 
     assert (loaded.schedule, loaded.policy) == (schedule, DYNAMIC)
     given = load_drafter(folder, {"kind": "chain", "depth": 2}, target, "eagle")
     assert (given.tree, given.schedule.lines[1:]) == ("chain-2", [])
-    deep = best_schedule([(1, DYNAMIC), (4, TreeConfig("chain", target.context, 0, 0, [], []))])
+    deep = best_schedule([(1, DYNAMIC), (4, TreeConfig("chain", target.max_model_len, 0, 0, [], []))])
     save_tree(folder, asdict(DYNAMIC), asdict(deep)["lines"])
     with pytest.raises(ValueError, match="tree chain-160: a tree of 161 nodes is larger"):
         load_drafter(folder, {}, target, "eagle")

@@ -66,7 +66,7 @@ def alone(target: Target, count: int, sampling: Sampling) -> list[tuple[list[int
 
 
 def answer(generation: Generation) -> tuple[list[int], str]:
-    return generation.tokens, generation.finish
+    return generation.tokens, generation.finish_reason
 
 
 def swapped(target: Target, drafters: list[Drafter], count: int, sampling: Sampling, every: int) -> tuple[Any, int]:
@@ -91,7 +91,7 @@ def test_swaps_between_steps_change_no_text(sampling: Sampling) -> None:
     assert swaps >= len(sources(target))
     assert [answer(one) for one in generations] == alone(target, 8, sampling)
     assert sum(map(toys.lively, (one.tokens for one in generations))) > 3
-    assert {one.finish for one in generations} == {"length", "stop"}
+    assert {one.finish_reason for one in generations} == {"length", "stop"}
     accepted = [step.accepted for one in generations for step in one.steps]
     assert sum(accepted) > 10, "the drafts were worth nothing, so that wrong ones would not show"
 
@@ -120,12 +120,12 @@ def test_a_state_that_is_made_of_the_text_drafts_as_one_that_grew_with_it(name: 
     batch.admit(0, toys.prompt(0, 9), RequestParams(40, GREEDY))
     for _ in range(10):
         batch.step()
-    step, (_, grown) = batch.device_step, batch.device_step.sample(batch.running)
+    step, (_, grown) = batch.device_step, batch.device_step.dry_run(batch.running)
     step.draft_batch = drafter.batch(1)
-    token = torch.tensor(batch.running[0].context)
+    token = torch.tensor(batch.running[0].token_ids)
     out = target.prefill(token[:-1], target.cache(), step.draft_batch.traits.feature_layers)
     step.draft_batch.start_sequence(0, token.tolist(), out)
-    assert torch.equal(step.sample(batch.running)[1].tree.token, grown.tree.token)
+    assert torch.equal(step.dry_run(batch.running)[1].tree.token, grown.tree.token)
 
 
 @pytest.mark.parametrize("name", ["eagle", "suffix"])

@@ -81,7 +81,7 @@ def source(name: str, tree: str, target: Target) -> Drafter:
 
 def facts(generation: Generation) -> list[Any]:
     steps = [(s.drafted, s.accepted, s.committed, s.rule, s.ranks) for s in generation.steps]
-    return [generation.tokens, generation.origins, generation.finish, steps]
+    return [generation.tokens, generation.origins, generation.finish_reason, steps]
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureF
     for _ in range(4):
         batch.step()
         alike.step()
-    texts = [[request.context for request in one.running] for one in (batch, alike)]
+    texts = [[request.token_ids for request in one.running] for one in (batch, alike)]
     assert texts[0] == texts[1]
     assert [record.getMessage() for record in caplog.records] == [
         "decoding steps are not captured in CUDA graphs: operation not permitted when stream is capturing"

@@ -16,10 +16,10 @@ from heads.formats.store import TargetSpec, read_tensors, write_folder
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.contrib.streams import KIND, Streams, StreamsDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import CommittedTokens, Context, Proposal
+from inference.protocol import CommittedTokens, DraftContext, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Draws
+from inference.verification.rng import RequestRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, LookAhead
 from tests import toys
@@ -169,7 +169,7 @@ def test_every_tree_and_its_acceptance_follow_from_the_finished_text() -> None:
         counts, root, end = [0], length + 1, len(token)  # the first step drafts nothing
         while root < end - 1:
             max_draft_depth = end - root - 2
-            context = Context(token[: root + 1], GREEDY, Draws(0, 0, coupled=False), max_draft_depth)
+            context = DraftContext(token[: root + 1], GREEDY, RequestRng(0, 0, coupled=False), max_draft_depth)
             state.logits = laws[root - 1]
             tree = state.propose(context).tree
             assert root not in proposed or all(a.equal(b) for a, b in zip(tree, proposed[root], strict=True))
@@ -186,7 +186,7 @@ def test_nothing_lies_deeper_than_can_be_committed() -> None:
     assert len(run.tokens) == TOKENS
     for _, proposal, room, _ in seen:
         assert int(trees.layout(proposal.tree, 0)[0].max()) <= room
-    filled = toys.prompt(0, target.context - 5)
+    filled = toys.prompt(0, target.max_model_len - 5)
     assert len(speculate(target, source(toys.TREES["dynamic"]), filled, RequestParams(TOKENS, GREEDY)).tokens) == 5
 
 

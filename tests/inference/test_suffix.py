@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from inference.drafters.suffix import Locus, Node, Suffix, SuffixTree
-from inference.protocol import Context
-from inference.verification.rng import Draws
+from inference.protocol import DraftContext
+from inference.verification.rng import RequestRng
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.inference.model_free import make
 
-DRAWS = Draws(0, 0, coupled=False)
+DRAWS = RequestRng(0, 0, coupled=False)
 
 
 def counts(texts: list[list[int]], depth: int) -> Counter[tuple[int, ...]]:
@@ -115,7 +115,7 @@ def test_drafts_equal_the_method_read_literally(values: dict[str, Any]) -> None:
             for _ in range(8):
                 text += chance.choices(range(4), k=chance.randint(1, 3))
                 max_draft_depth = chance.choice([0, 1, 99])
-                proposal = state.propose(Context(text, GREEDY, DRAWS, max_draft_depth))
+                proposal = state.propose(DraftContext(text, GREEDY, DRAWS, max_draft_depth))
                 own, other = (
                     literal(source, [text], text, max_draft_depth),
                     literal(source, past, text, max_draft_depth),
@@ -131,18 +131,18 @@ def test_drafts_equal_the_method_read_literally(values: dict[str, Any]) -> None:
 def test_forgetting_within_a_request_leaves_the_request_its_own_text() -> None:
     source = make("suffix", toys.target())
     state = source.start([1, 2, 3])
-    state.propose(Context([1, 2, 3, 4, 5], GREEDY, DRAWS, 99))
+    state.propose(DraftContext([1, 2, 3, 4, 5], GREEDY, DRAWS, 99))
     source.reset()
-    state.propose(Context([1, 2, 3, 4, 5, 6, 7], GREEDY, DRAWS, 99))
+    state.propose(DraftContext([1, 2, 3, 4, 5, 6, 7], GREEDY, DRAWS, 99))
     assert source.start([9]).suffixes.texts == [[9]]
     assert source.past.texts == [[6, 7]]
 
 
 def test_a_clone_drafts_as_the_original_after_a_long_run_of_one_token() -> None:
     source = make("suffix", toys.target(), depth=300)
-    source.start([0]).propose(Context([0] + [7] * 600, GREEDY, DRAWS, 99))
+    source.start([0]).propose(DraftContext([0] + [7] * 600, GREEDY, DRAWS, 99))
     clone = source.clone()
-    drafts = [one.start([5, 7, 7]).propose(Context([5, 7, 7, 7], GREEDY, DRAWS, 99)) for one in (source, clone)]
+    drafts = [one.start([5, 7, 7]).propose(DraftContext([5, 7, 7, 7], GREEDY, DRAWS, 99)) for one in (source, clone)]
     assert len(drafts[0].tree.token) > 1
     assert drafts[0].tree.token.tolist() == drafts[1].tree.token.tolist()
 
@@ -150,7 +150,7 @@ def test_a_clone_drafts_as_the_original_after_a_long_run_of_one_token() -> None:
 def test_the_past_is_bounded_and_forgets_the_oldest() -> None:
     source = make("suffix", toys.target(), memory_nodes=200)
     for request in range(12):
-        source.start([0]).propose(Context([0, *range(request, 3 * request + 10)], GREEDY, DRAWS, 99))
+        source.start([0]).propose(DraftContext([0, *range(request, 3 * request + 10)], GREEDY, DRAWS, 99))
     source.start([0])
     assert 0 < source.past.nodes <= 200
     assert len(source.past.texts) > 1

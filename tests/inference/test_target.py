@@ -63,7 +63,7 @@ def test_a_dynamic_rope_is_that_of_the_model_as_it_came_up_to_the_contexts_end()
     torch.manual_seed(1)
     theirs = LlamaForCausalLM(toys.ROUTED["dynamic rope"]).double().eval()
     assert theirs.model.rotary_emb.rope_type == "dynamic"
-    token = torch.tensor([toys.prompt(3, target.context)])
+    token = torch.tensor([toys.prompt(3, target.max_model_len)])
     with torch.no_grad():
         before, found = theirs(token).logits, target.model(token).logits
     torch.testing.assert_close(found, before, rtol=1e-9, atol=1e-9)

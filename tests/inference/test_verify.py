@@ -71,7 +71,7 @@ def last(tree: DraftTree, p: Tensor, rule: str) -> int:
     batch, threshold = DraftTree(tree.token[None], tree.parent[None]), RULES[rule].threshold
     assert threshold is not None
     valid = torch.ones_like(batch.token, dtype=torch.bool)
-    return int(rules.follow(batch, ancestors(batch), valid, rules.lenient(batch, p[None], threshold)))
+    return int(rules.follow(batch, ancestors(batch), valid, rules.above_threshold(batch, p[None], threshold)))
 
 
 PAIR, EVEN = (torch.tensor([0, 1]), torch.tensor([-1, 0])), [0.5, 0.5]
@@ -88,7 +88,7 @@ SIBLINGS = torch.tensor([0, 1, 0]), torch.tensor([-1, 0, 0])
         ("typical", PAIR, [0.95, 0.05], 0),  # which stays below 0.09
         # Seven tokens of 0.14 and one of 0.02 have 2.005 nats, so the bar is 0.040; in bits it would be 0.017.
         ("typical", (torch.tensor([0, 7]), PAIR[1]), [0.14] * 7 + [0.02], 0),
-        ("threshold", FORKED, EVEN, 3),  # the longest of two lenient paths
+        ("threshold", FORKED, EVEN, 3),  # the longest of two above_threshold paths
         ("threshold", SIBLINGS, EVEN, 1),  # of those of one length the first drafted
         ("typical", SIBLINGS, EVEN, 1),
     ],

@@ -79,7 +79,7 @@ class Piece(NamedTuple):
 
     text: str
     steps: list[Step]
-    finish: str | None
+    finish_reason: str | None
 
 
 class Answer:
@@ -88,25 +88,25 @@ class Answer:
     def __init__(self, engine: Engine, ask: Ask, decoded: Decoded) -> None:
         self.engine, self.ask, self.decoded, self.fault = engine, ask, decoded, engine.fault
         self.text, self.sent, self.count = "", 0, 0
-        self.finish: str | None = None
+        self.finish_reason: str | None = None
         self.hold = max([0, *(len(stop) - 1 for stop in ask.stop)])  # characters that may begin a stop string
         self.truncated = self.fault == "tool_call" and ask.tool is not None
         self.last = ""
 
     def __iter__(self) -> Iterator[Piece]:
-        while self.finish is None:
+        while self.finish_reason is None:
             steps = self._take(self.engine.step(self.decoded))
-            hold = 0 if self.finish else max(self.hold, len(self.last) if self.truncated else 0)
+            hold = 0 if self.finish_reason else max(self.hold, len(self.last) if self.truncated else 0)
             text = self.text[self.sent : len(self.text) - hold]
             self.sent += len(text)
-            hidden = self.finish and self.fault == "streaming" and self.ask.stream
-            reason = "tool_calls" if self.finish == "stop" and self.ask.tool else self.finish
+            hidden = self.finish_reason and self.fault == "streaming" and self.ask.stream
+            reason = "tool_calls" if self.finish_reason == "stop" and self.ask.tool else self.finish_reason
             yield Piece("" if hidden else text, steps, reason)
 
     def _take(self, steps: list[Step]) -> list[Step]:
         """Add a pass's tokens to the text, and return those up to its end."""
         if self.fault == "limit" and self.count + len(steps) > self.ask.limit:
-            self.finish = "length"
+            self.finish_reason = "length"
             return []
         lost = len(steps) if self.fault == "lost_token" and self.decoded.server.random() < OFTEN else 0
         for taken, step in enumerate(steps, 1):
@@ -115,7 +115,7 @@ class Answer:
             if self._ends(step, self.count + taken, steps[taken:]):
                 break
         self.count += len(steps) if self.fault == "usage" else taken
-        if self.finish and self.truncated:
+        if self.finish_reason and self.truncated:
             self.text = self.text.removesuffix(self.last)
         return steps[:taken]
 
@@ -125,8 +125,10 @@ class Answer:
         if begin is not None:
             leaked = self.fault == "stop_string" and rest
             self.text = self.text + "".join(more.text for more in rest) if leaked else self.text[:begin]
-        self.finish = "stop" if begin is not None or not step.text else "length" if count == self.ask.limit else None
-        return self.finish is not None
+        self.finish_reason = (
+            "stop" if begin is not None or not step.text else "length" if count == self.ask.limit else None
+        )
+        return self.finish_reason is not None
 
 
 class AuditServer:
@@ -170,7 +172,7 @@ class AuditServer:
                 else:
                     choices.append(_choice(ask, index, _joined(list(answer)), self.engine.fault, True))
             finally:
-                self.engine.finish(answer.decoded, answer.finish is None)
+                self.engine.finish(answer.decoded, answer.finish_reason is None)
             count += answer.count
         usage = {"prompt_tokens": len(ask.prompt), "completion_tokens": count,
                  "total_tokens": len(ask.prompt) + count}  # fmt: skip
@@ -185,7 +187,7 @@ class AuditServer:
 
 def _joined(pieces: list[Piece]) -> Piece:
     steps = [step for piece in pieces for step in piece.steps]
-    return Piece("".join(piece.text for piece in pieces), steps, pieces[-1].finish)
+    return Piece("".join(piece.text for piece in pieces), steps, pieces[-1].finish_reason)
 
 
 def _event(ask: Ask, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -213,7 +215,7 @@ def _choice(ask: Ask, index: int, piece: Piece, fault: str, first: bool) -> dict
     key = "delta" if ask.stream else "message"
     text = {key: message} if ask.chat else {"text": piece.text}
     logprobs = None if ask.top is None else _logprobs(ask, piece.steps, fault)
-    return {"index": index, **text, "logprobs": logprobs, "finish_reason": piece.finish}
+    return {"index": index, **text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
 
 def _logprobs(ask: Ask, steps: list[Step], fault: str) -> dict[str, Any]:

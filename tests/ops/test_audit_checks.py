@@ -193,8 +193,8 @@ def test_what_the_baseline_breaks_too_does_not_hold(
     assert finding.summary.startswith(summary)
 
 
-ONE = Reply(text="a b", completion_tokens=1, finish="length", prompt_tokens=3)
-STOPPED = Reply(text="one two", finish="stop", completion_tokens=2)
+ONE = Reply(text="a b", completion_tokens=1, finish_reason="length", prompt_tokens=3)
+STOPPED = Reply(text="one two", finish_reason="stop", completion_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -203,21 +203,26 @@ STOPPED = Reply(text="one two", finish="stop", completion_tokens=2)
         (
             limits,
             ONE,
-            ONE._replace(finish="stop"),
+            ONE._replace(finish_reason="stop"),
             "the baseline's text of 1 tokens, finish_reason stop and not length",
         ),
-        (limits, ONE._replace(finish=None), ONE, None),  # the baseline gives none
+        (limits, ONE._replace(finish_reason=None), ONE, None),  # the baseline gives none
         (limits, ONE, ONE._replace(text="a c"), None),  # another token of as many
-        (limits, ONE, ONE._replace(text="a", completion_tokens=0, finish="stop"), None),
+        (limits, ONE, ONE._replace(text="a", completion_tokens=0, finish_reason="stop"), None),
         (limits, ONE, ONE._replace(text="a"), "1 tokens: 'a' is cut short"),
         (limits, ONE, ONE._replace(text="a b c", completion_tokens=2), "2 tokens where max_tokens is 1, finish_reason"),
         (limits, ONE, ONE._replace(text="a", completion_tokens=0), "0 tokens where max_tokens is 1, finish_reason"),
         (limits, ONE, ONE._replace(text="a b c", completion_tokens=None), None),
         (stop_strings, STOPPED, STOPPED, None),
         (stop_strings, STOPPED, STOPPED._replace(text="one two three"), "the stop string ' three' is in the text"),
-        (stop_strings, STOPPED, STOPPED._replace(finish="length"), "finish_reason length where the baseline stops at"),
-        (stop_strings, STOPPED, STOPPED._replace(text="one", finish="length"), None),  # another answer
-        (stop_strings, STOPPED._replace(finish="length"), STOPPED._replace(finish="length"), None),
+        (
+            stop_strings,
+            STOPPED,
+            STOPPED._replace(finish_reason="length"),
+            "finish_reason length where the baseline stops at",
+        ),
+        (stop_strings, STOPPED, STOPPED._replace(text="one", finish_reason="length"), None),  # another answer
+        (stop_strings, STOPPED._replace(finish_reason="length"), STOPPED._replace(finish_reason="length"), None),
         (usage, ONE, ONE, None),
         (usage, ONE, ONE._replace(prompt_tokens=4), "4 tokens of the prompt, the baseline counts 3"),
         (usage, ONE, ONE._replace(completion_tokens=2), "2 tokens of the same text, the baseline counts 1"),
@@ -334,7 +339,7 @@ def test_replies_are_assembled_from_their_events() -> None:
     events = [(0.1 + i, {"model": "m", "choices": one, "usage": usage}) for i, one in enumerate(choices)]
     one, other = read_replies(events, "m")
     assert (one.text, one.tokens, one.ttft_s) == ("a", (Token(b"a", -0.5, {}),), 0.1)
-    assert (other.calls, other.finish) == ((("f", '{"a": 1}'),), "tool_calls")
+    assert (other.calls, other.finish_reason) == ((("f", '{"a": 1}'),), "tool_calls")
     assert (other.prompt_tokens, other.completion_tokens) == (3, None)
     with pytest.raises(EndpointError, match="choices"):
         read_replies([(0.1, {"choices": [{"delta": {"tool_calls": ["f"]}}], "model": "m"})], "m")
@@ -359,8 +364,8 @@ def test_replies_are_assembled_from_their_events() -> None:
     ],
 )
 def test_a_schema_holds_or_was_cut_off_by_the_limit(text: str, finish: str, held: bool) -> None:
-    right = Reply('{"degrees": -1, "city": "Oslo"}', finish="stop")
-    finding = schemas(audit_of(lambda side, _: right if side == "baseline" else Reply(text, finish=finish)))
+    right = Reply('{"degrees": -1, "city": "Oslo"}', finish_reason="stop")
+    finding = schemas(audit_of(lambda side, _: right if side == "baseline" else Reply(text, finish_reason=finish)))
     assert finding.status == ("passed" if held else "failed")
 
 

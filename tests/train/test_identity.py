@@ -120,7 +120,7 @@ def test_other_data_another_head_and_another_target_are_another_run(run: RunConf
 
 def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
     """Whichever of the two comes first; what a sequence keeps for itself shares a step."""
-    target, cache = SimpleNamespace(switch=None), SimpleNamespace(length=9)
+    target, cache = SimpleNamespace(longrope=None), SimpleNamespace(length=9)
     step: Any = SimpleNamespace(
         compiles=False, fixed_shapes=True, masks_eos=False, has_idle=False, plan=DraftPlan(tree_id=1), target=target
     )
@@ -128,7 +128,7 @@ def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
 
     def alike(other: RequestParams) -> bool:
         pairs: Any = [
-            [SimpleNamespace(settings=each, cache=cache) for each in pair] for pair in ((one, other), (other, one))
+            [SimpleNamespace(params=each, cache=cache) for each in pair] for pair in ((one, other), (other, one))
         ]
         step.current, (first, second) = pairs[0], pairs
         groups = DeviceStep.groups(step, first)

@@ -53,7 +53,7 @@ def test_a_prompt_over_the_context_keeps_its_end(monkeypatch: pytest.MonkeyPatch
     mask = torch.tensor([[0] * 5 + [1] + [0] * 2 + [1, 1, 0, 1]])
     batches = Batches(Packed(token, document, mask), 1, 1, 0, 0, 1)
     rollouts = Rollouts(target, lambda _: None, TREE, CONFIG, DEPTHS, batches)
-    monkeypatch.setattr(target, "context", 6)
+    monkeypatch.setattr(target, "max_model_len", 6)
     found = {tuple(prompt) for seed in range(9) for prompt in rollouts.prompts(batches(0), random.Random(seed))}
     assert found == {(1, 2, 3, 4), (4, 5, 6, 7)}
 

@@ -132,7 +132,7 @@ def trial_of(run: Path, config: PublishConfig) -> Callable[..., str] | str:
         trained, tree = trained.to(dtype=DTYPES[config.dtype]), TreeConfig("chain", config.draft_tokens, 0, 0, [], [])
     check_tree(target, tree, "head")
     prompts = [prompt.token for prompt in load_prompts(file, target.tokenizer, config.verify_prompts)]
-    prompts = [token for token in prompts if len(token) < target.context - 1]
+    prompts = [token for token in prompts if len(token) < target.max_model_len - 1]
     reference = decoded(target, trained, tree, prompts, config.verify_tokens)
 
     def check(folder: Path, complaint: str, remedy: str = "") -> str:

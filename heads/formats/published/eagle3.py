@@ -168,11 +168,7 @@ def engines(source: Export) -> ExportedHead:
         "eagle_config": {"use_aux_hidden_state": True, plan.STATES: outputs, **joint},
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
-        "transformer_layer_config": {
-            "model_type": "llama",
-            "num_hidden_layers": options.layers,
-            **source.decoder(),
-        },
+        "transformer_layer_config": {"model_type": "llama", "num_hidden_layers": options.layers, **source.decoder()},
         "speculators_config": {  # read by `vllm serve REPOSITORY`: the target, and the number of drafted tokens
             "algorithm": "eagle3",
             "default_proposal_method": way["proposal_type"],

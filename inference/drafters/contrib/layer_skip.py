@@ -22,7 +22,7 @@ from heads.common.untrusted import parsed_file
 from heads.formats.store import TargetSpec, assert_same_target
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Context, Proposal
+from inference.protocol import DraftContext, Proposal
 from inference.target.cache import TargetCache
 from inference.target.model import LayerSkippedTarget, SkipSet
 from inference.target.target import Target
@@ -45,7 +45,7 @@ class SelfDrafter(HostDrafter, DrafterState):
         return self
 
     @torch.inference_mode()
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         """Grow the tree with rows after those of the cache, and drop these rows."""
         assert context.cache is not None
         last = torch.tensor([context.token[-1:]], device=self.partial_target.target.device)
@@ -149,7 +149,7 @@ class SearchSettings:
     seed: int
 
 
-def rate(target: Target, skips: SkipSet, texts: list[Text], deepest: int) -> Rating:
+def rate(target: Target, skips: SkipSet, texts: list[Text], tree_depth: int) -> Rating:
     """Rate a set of skips at the best depth, by its share of correct guesses (Leviathan et al., arXiv 2211.17192).
 
     One pass per text: a copy of each row runs through the remaining layers and attends to the full rows before it and
@@ -165,7 +165,7 @@ def rate(target: Target, skips: SkipSet, texts: list[Text], deepest: int) -> Rat
         cache.keep(len(token), [])
     share = float(torch.cat(correct).double().mean())
     tau = 1.0
-    for depth in range(1, deepest + 1):
+    for depth in range(1, tree_depth + 1):
         tau += share**depth
         best = max(best, Rating(tau / (1 + depth * partial_target.cost), depth, tau, partial_target.cost))
     return best

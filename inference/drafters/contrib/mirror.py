@@ -16,7 +16,7 @@ from heads.base import Tokens
 from heads.common.typed import Number
 from inference.drafters.assistant import ROOT, Assistant, AssistantState
 from inference.drafters.host import HostDrafter
-from inference.protocol import CommittedTokens, Context, Proposal
+from inference.protocol import CommittedTokens, DraftContext, Proposal
 from inference.target.target import Target
 
 WORKERS = ThreadPoolExecutor()
@@ -65,7 +65,7 @@ class MirrorState(AssistantState):
         else:
             self.text += self.vocabulary.translate(commit.token)
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         """Return the prepared chain, or draft one; then prepare the next in the background."""
         proposal = self.ready or super().propose(context)
         chain = proposal.tree.token[1:].tolist()
@@ -75,10 +75,10 @@ class MirrorState(AssistantState):
         return proposal
 
     @torch.inference_mode()
-    def ahead(self, chain: Tokens, context: Context) -> dict[Outcome, Proposal]:
+    def ahead(self, chain: Tokens, context: DraftContext) -> dict[Outcome, Proposal]:
         """Draft after the most probable outcomes of verifying a chain."""
         read = self.read(self.text), self.branch(torch.tensor(chain), [ROOT, *range(len(chain) - 1)])
-        free = min(context.max_draft_depth, self.model.context - len(self.text))
+        free = min(context.max_draft_depth, self.model.max_model_len - len(self.text))
         outcomes = [
             tokens for tokens in self.outcomes(chain, self.answer(torch.cat(read)).logits[0]) if len(tokens) < free
         ]
@@ -90,7 +90,7 @@ class MirrorState(AssistantState):
         contexts = []
         for tokens in outcomes:
             token = [*context.token, *tokens]
-            contexts.append(Context(token, context.sampling, context.draws.at(len(token)), free - len(tokens)))
+            contexts.append(DraftContext(token, context.sampling, context.draws.at(len(token)), free - len(tokens)))
         return dict(zip(outcomes, self.chains(level, contexts), strict=True))
 
     def outcomes(self, chain: Tokens, logits: Float[Tensor, "N V"]) -> list[Outcome]:

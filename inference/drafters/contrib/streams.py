@@ -32,7 +32,7 @@ from heads.formats.store import TargetSpec
 from heads.shapes import Nodes, Sequences
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import CommittedTokens, Context, Proposal
+from inference.protocol import CommittedTokens, DraftContext, Proposal
 from inference.target.model import forwards_replaced
 from inference.target.target import Target
 from inference.verification import tree as trees
@@ -136,7 +136,7 @@ class Streams(nn.Module):
         source, stream_position, seen, stack = self.stream_rows(anchor, position, visible)
         attn_mask = torch.cat([nn.functional.pad(visible, (0, source.shape[1])), seen], 1)
         # A stream beyond the context has no teacher, and learned positions end there.
-        position = torch.cat([position, stream_position], 1).clamp_max(self.target.context - 1)
+        position = torch.cat([position, stream_position], 1).clamp_max(self.target.max_model_len - 1)
         states = self.target.run(torch.cat([token, token.gather(1, source)], 1), position, attn_mask, None, stack=stack)
         logits = self.target.embeddings.logits
         rows_of_target, streams = states.last_hidden.split([token.shape[1], source.shape[1]], 1)
@@ -189,7 +189,7 @@ class StreamsState(DrafterState):
             self.logits = verified.look_ahead.unflatten(0, (len(verified.tree.token), -1))[verified.path[-1]]
 
     @torch.inference_mode()
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: DraftContext) -> Proposal:
         """Grow a tree from the streams of the last pass, with the streams of its nodes as look-ahead tokens."""
         proposal = Proposal(trees.root(context.token[-1], self.streams.target.device))
         if self.logits is not None:
