@@ -26,6 +26,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from benchmarks.engine import random_target
 from data.batches import Batch
@@ -92,7 +93,12 @@ def peak(config: ObjectiveConfig, vocabulary: int, rows: int, *, whole: bool) ->
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
-Product = tuple[Any, list[Tensor], dict[str, Tensor]]
+Product = tuple[Any, Any, Any]  # an operation, its arguments, and those by name
+
+
+def copied(x: Tensor) -> Tensor:
+    """Return a copy without a gradient."""
+    return x.detach().clone()
 
 
 class Products(TorchDispatchMode):
@@ -105,8 +111,8 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and note it if it is a product."""
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-            named = {key: each.detach().clone() for key, each in (kwargs or {}).items()}
-            self.found.append((func, [each.detach().clone() for each in args], named))
+            named = tree_map_only(Tensor, copied, kwargs or {})
+            self.found.append((func, tree_map_only(Tensor, copied, args), named))
         return func(*args, **(kwargs or {}))
 
 
