@@ -89,7 +89,7 @@ def interleave(
     further: list[Any] = [prompt.token for prompt in warmup]
     if batch_size > 1 and further:
         further = [cycled(further, batch_size)]
-    for run in further:
+    for run in progress(further, "warming up"):
         for runner in runners.values():
             runner(run)
     every = range(len(prompts))

@@ -33,6 +33,7 @@ from eval.run import publish
 from heads.common.command import command, exit_this_run
 from heads.common.errors import report_on_interrupt, user_errors
 from heads.common.files import check_writable
+from heads.common.progress import progress
 from heads.common.typed import Count, Number, OneOf, typed
 from ops.served import BASELINE_KEY, Answer, Question, Record, Server, ServersConfig, read_questions
 
@@ -130,7 +131,7 @@ def _runs(
     in_flight, rate, gaps = measurement.batch_size, measurement.request_rate, random.Random(measurement.seed)
     count = len(job.prompts)
     when = [None if rate is None else arrivals(count, rate, gaps) for _ in range(repeats)]
-    for server in servers.values() if job.warmup else ():
+    for server in progress(servers.values() if job.warmup else (), "warming up"):
         server.send_all(job.warmup, settings, in_flight, None)
     passes: dict[str, list[SpecDecodingStats]] = {name: [] for name in servers}
 

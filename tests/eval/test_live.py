@@ -12,6 +12,7 @@ from eval import live
 from eval.live import Setup, interleave, measure, rows
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement
+from heads.common.progress import OPEN
 from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.plain import Baseline
 from inference.verification.sample import GREEDY
@@ -65,11 +66,11 @@ def test_every_round_begins_without_memory_and_keeps_the_prompts_order() -> None
     calls: list[str] = []
 
     def run(prompt: list[int]) -> Generation:
-        calls.append(str(prompt[0]))
+        calls.append(f"{OPEN[-1].label} {prompt[0]}")
         return generation(2)
 
     interleave({"suffix": run}, PROMPTS, 2, WARM[:1], 0, [lambda: calls.append("forget")])
-    assert calls == ["7", *["forget", "0", "1", "2", "3"] * 2]
+    assert calls == ["warming up 7", *["forget", *(f"measuring {i}" for i in range(4))] * 2]
 
 
 def test_the_warm_up_comes_first_and_does_not_count() -> None:
