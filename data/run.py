@@ -124,15 +124,15 @@ def check(job: JobConfig) -> None:
         check_source(name, job.data.split)
     if job.data.prompts:
         check_source(job.data.prompts)
-    if job.answers is not None and Path(job.answers).suffix not in JSON_LINES:
-        raise ValueError(f"answers={job.answers}: is written as JSON Lines; give a name that ends in .jsonl or .json")
-    if job.answers is not None:
-        check_writable(Path(job.answers).parent, "answers")
     if job.features.path is not None:
         check_writable(Path(job.features.path), "features.path")
-    if job.answers is not None and job.by == "engine":
-        device_named(job.model.device)
-        check_drafter(job.drafter, job.run, job.tree)
+    if job.answers is not None:
+        if Path(job.answers).suffix not in JSON_LINES:
+            raise ValueError(f"answers={job.answers}: is JSON Lines; give a name that ends in .jsonl or .json")
+        check_writable(Path(job.answers).parent, "answers")
+        if job.by == "engine":
+            device_named(job.model.device)
+            check_drafter(job.drafter, job.run, job.tree)
 
 
 def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrainedTokenizerBase, out: Console) -> None:
@@ -178,11 +178,11 @@ def run(job: JobConfig) -> None:
     """Show samples, write answers, or extract features, as configured."""
     if job.inspect > 0:
         tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)
-        most = max(job.inspect, job.limit or 0, 1)
+        most = max(job.inspect, job.limit or 0)
         limited = replace(job.data, limit=min(most, job.data.limit or most), cache=None)
         data, out = load_training(limited, tokenizer, 0), Console()
         show(data.samples, job.inspect, job.data.length, tokenizer, out)
-        out.print(f"records by shape: {counts_line(data.counts.shapes)}")
+        out.print(f"records by shape: {counts_line(data.counts.shapes)}; {data.counts.held_out} held out")
     if job.answers is not None:
         answer(job, Path(job.answers))
     if job.head is not None:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from data.config import DataConfig
-from data.text.masks import counts_line
 from data.text.parts import content_text
 from data.text.records import Record
 
@@ -57,7 +56,7 @@ class Counts:
         return cls(**{**values, **counters})
 
     def line(self, config: DataConfig) -> str:
-        """Return one line for the terminal."""
+        """Return one line for the terminal, without `chats`."""
         read = ", ".join(f"{name} {self.kept[name]:,} of {n:,} records" for name, n in self.records.items())
         words = config.contamination
         unchecked = f" ({self.unchecked} of them too short to look for)" if self.unchecked else ""
@@ -66,13 +65,12 @@ class Counts:
             prompts = self.checked + self.unchecked
             dropped += [f"{self.contaminated:,} with {words} words of one of {prompts:,} evaluation prompts{unchecked}"]
         dropped += [f"{self.short:,} under {config.min_tokens} tokens"] if config.min_tokens > 1 else []
-        chats = f"; of the chats, {counts_line(self.chats)}" if +self.chats else ""
         begin = f"{self.held_out:,} held out; of the others " if self.held_out else ""
         begin = f"measured on {config.prompts}; " if config.prompts else begin
         return (
             f"data: {begin}{read}; dropped: {', '.join(dropped) or 'nothing'}; "
             f"kept: {self.samples:,} samples, {self.tokens:,} tokens, "
-            f"{self.trained / max(1, self.tokens):.0%} trained on{chats}"
+            f"{self.trained / max(1, self.tokens):.0%} trained on"
         )
 
     def report(self) -> dict[str, Any]:

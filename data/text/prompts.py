@@ -195,7 +195,7 @@ def _prepare(
     def samples() -> Iterator[Sample]:
         """Tokenise and mask records one after another, and count shapes, samples and tokens."""
         for record in progress(records, "tokenising"):
-            counts.shapes[record.shape if record.error is None else "none"] += 1
+            counts.shapes[record.shape if record.error is None else "unused"] += 1
             for sample in samples_of(record, tokenizer, record.source, config, counts.chats):
                 if len(sample.token) < config.min_tokens:
                     counts.short += 1
@@ -222,7 +222,8 @@ def _prepare(
                 else "raise data.max_tokens, lower data.min_tokens, or give other data; data.on_bad=fail shows the "
                 "first that is dropped"
             )
-            raise ValueError(f"{config.named}: nothing is left to train on ({counts.line(config)}); {remedy}")
+            what = "; ".join(filter(None, (counts.line(config), counts_line(counts.chats))))
+            raise ValueError(f"{config.named}: nothing is left to train on ({what}); {remedy}")
 
     return held_out, counts, samples()
 

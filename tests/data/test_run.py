@@ -60,6 +60,7 @@ def test_answers_are_written_and_then_shown(
     assert "q1: 2 of" in shown
     assert "q2: " not in shown
     assert "4 samples: 8 of" in shown
+    assert "records by shape: 4 question and answer; 1 held out" in shown
 
 
 def test_an_endpoint_answers_instead_of_the_target(
@@ -88,7 +89,7 @@ def test_an_endpoint_answers_instead_of_the_target(
     ("overrides", "message"),
     [
         ([], "nothing to do: give answers=FILE.jsonl, or inspect=N"),
-        (["answers=a.jsonl.gz"], "answers=a.jsonl.gz: is written as JSON Lines; give a name that ends in .jsonl"),
+        (["answers=a.jsonl.gz"], "answers=a.jsonl.gz: is JSON Lines; give a name that ends in .jsonl"),
         (["answers=a.jsonl", "by=ftp://x"], "by=ftp://x: give a URL such as http://localhost:8000"),
         (["answers=a.jsonl", "data.path=/nowhere/chats.jsonl"], "/nowhere/chats.jsonl: neither a file here nor"),
         (["answers=/dev/null/a.jsonl"], "answers=/dev/null: cannot be written"),

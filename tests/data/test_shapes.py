@@ -99,7 +99,7 @@ def test_what_a_log_says_in_place_of_an_answer_is_left_out_and_counted(
         "whose reasoning the record does not hold": 2,
         "answered by demo, which is not toy by name: answers=FILE writes the target's own": 2,
     }  # fmt: skip
-    assert counts.shapes == {"none": 11, "request and response": 2}
+    assert counts.shapes == {"unused": 11, "request and response": 2}
 
 
 CLIENT = "with lines of its client, which are left out"
