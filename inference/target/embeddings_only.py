@@ -46,12 +46,12 @@ class EmbeddingsOnly:
         """Load the embedding, final norm and lm_head of a checkpoint; arguments as in `Target.load`.
 
         Raises:
-            ValueError: they cannot be loaded without the layers, and why.
+            ValueError: no tokenizer loads, or they cannot be loaded without the layers, and why.
         """
         chosen_device = device_named(device)
         kind = dtype_named(dtype, chosen_device, path, trust_remote_code)
+        tokenizer = load_tokenizer(path, trust_remote_code)
         try:
-            tokenizer = load_tokenizer(path, trust_remote_code)
             config: Any = read_target_config(path, trust_remote_code)
             if getattr(config, "quantization_config", None) is not None:
                 raise ValueError("its weights are quantised")

@@ -366,9 +366,9 @@ def test_logits_of_some_tokens_have_their_bias_scale_and_cap(monkeypatch: pytest
 
 
 def test_what_cannot_be_loaded_so_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="its embeddings cannot be loaded without its layers") as error:
+    with pytest.raises(ValueError, match=r"^model\.path=\S*none: no tokenizer loads from there \(no such f") as error:
         EmbeddingsOnly.load(str(tmp_path / "none"), "float32", "cpu", False)
     assert "\n" not in str(error.value)
     path = assistants.save(toys.target("gemma3").model, toys.tokenizer(), tmp_path / "gemma")
-    with pytest.raises(ValueError, match="compute with more than weights"):
+    with pytest.raises(ValueError, match=r"be loaded without its layers \(they compute with more than weights"):
         EmbeddingsOnly.load(str(path), "float32", "cpu", False)

@@ -300,7 +300,7 @@ def test_a_target_without_the_module_that_it_promises_is_said(tmp_path: Path, wa
     ("words", "told"),
     [
         (["run={empty}", "target={target}"], "no head in it"),
-        (["run={head}", "target={empty}"], "target={empty}: its embeddings cannot be loaded"),
+        (["run={head}", "target={empty}"], "target={empty}: no tokenizer loads from there"),
         (["run={head}", "target={empty}/nowhere"], "no such folder"),
         (["run={bare}"], "do not say its target; give target="),
         (["run={head}", "target={target}", "format=onnx"], "format is 'onnx'"),
