@@ -13,6 +13,7 @@ from eval.gates import check
 from eval.measures.losslessness import UNCHECKED, FailedChecks, Gate, gate
 from inference import step
 from inference.drafters.head import HeadDrafter
+from inference.verification import rng
 from tests import toys
 from tests.eval.small import small
 from tests.eval.stubs import generation
@@ -128,5 +129,6 @@ def test_a_wrong_step_fails_though_the_baseline_takes_it_too(
     def second(scores: Tensor) -> Tensor:
         return scores.topk(2).indices[..., 1]
 
-    monkeypatch.setattr(step, "argmax", second)
+    for module in (step, rng):
+        monkeypatch.setattr(module, "argmax", second)
     assert [verdict.failed for verdict in checked(runs, tmp_path).values()] == [3] * 4

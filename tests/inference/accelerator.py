@@ -127,9 +127,8 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     vocab = step.target.embeddings.vocab_size if how.repetition_penalty != 1 else 0
     seen = torch.empty(size, vocab, dtype=torch.bool, device=NAME)
     slots = Slots(*torch.empty(6, size, dtype=torch.long, device=NAME), seen)
-    settings = RequestParams(40, how, rule=rule, logit_gaps=True)
-    eos_mask = torch.empty(1, step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME)
-    type(step.target).eos_mask, step.masks_eos = eos_mask, True
+    settings, step.masks_eos = RequestParams(40, how, rule=rule, logit_gaps=True), True
+    type(step.target).eos_mask = torch.empty(1, step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME)
     with tables_made(), torch.inference_mode():
         step.run_stages(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
     watch, parts = Watch(), Counting(step.target.device)
