@@ -2,8 +2,9 @@
 
     python benchmarks/context.py SmolLM2.gguf examples/smollm2/head [HEAD …] [--lengths 256 1024 4096] [--questions 8]
 
-The earlier turns are chats of `--chats`, as many as fit into the length. Each head drafts chains along the target's own
-greedy answers. The table has τ and the acceptance by depth, a line a head and length; the report is in `--out`.
+The earlier turns are chats of `--chats`, as many as fit into the length, none where the question alone fills it. Each
+head drafts chains along the target's own greedy answers. The table has τ and the acceptance by depth, a line a head and
+length; the report is in `--out`.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def write(path: Path, tokenizer: Any, questions: list[str], chats: str, lengths:
                     more = tokenizer.apply_chat_template(
                         messages + asked, add_generation_prompt=True, return_dict=False
                     )
-                    if len(more) > length:
+                    if token and len(more) > length:
                         break
                     token, messages = more, messages + chat
                 record = {

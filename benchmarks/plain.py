@@ -58,7 +58,7 @@ def main() -> None:
     runners = {
         BASELINE: partial(autoregress, target, params=RequestParams(TOKENS, GREEDY)),
         HF: partial(hf_generate, target, params=RequestParams(TOKENS, GREEDY)),
-        "HF under no_grad": partial(by_hf.__wrapped__, target, settings=RequestParams(TOKENS, GREEDY)),
+        "HF under no_grad": partial(by_hf.__wrapped__, target, params=RequestParams(TOKENS, GREEDY)),
         "bare forward": partial(bare, target),
     }
     runs = interleave(runners, prompts, REPEATS, warmup, seed=0)

@@ -78,7 +78,7 @@ class Prefix(NamedTuple):
 
 
 def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[losslessness.SampledGate]:
-    """Return the result for every drafter at the params' temperature, which is above 0.
+    """Return the result for every drafter at the temperature of the setup's params, above 0.
 
     Coupled tokens are compared with autoregressive decoding of each prompt, at batch size 1 and at all `sizes`: a
     token's noise depends on its text and the seed, not on the batch. The chi-square test must detect a total variation

@@ -58,7 +58,7 @@ def valid_nodes(tree: DraftTree, ancestor_mask: AncestorMask, depth: Nodes, max_
 
 
 def follow(tree: DraftTree, ancestor_mask: AncestorMask, valid: NodeMask, matches_target: NodeMask) -> PerSequence:
-    """Return the tree_depth node of the longest path of right nodes.
+    """Return the deepest node of the longest path of accepted nodes.
 
     `ancestor_mask` marks each node's ancestors, itself included, `valid` the drafted nodes, `matches_target` the nodes
     that the target accepts after their parent.
