@@ -186,8 +186,7 @@ def run(job: JobConfig) -> None:
     if job.answers is not None:
         answer(job, Path(job.answers))
     if job.head is not None:
-        layers = Layers(job.head, job.layers)
-        extract_features(job.model, job.data, job.features, layers, job.workload, print)
+        extract_features(job.model, job.data, job.features, Layers(job.head, job.layers), job.workload, print)
 
 
 if __name__ == "__main__":

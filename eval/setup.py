@@ -115,8 +115,7 @@ def described(target: Target) -> Json:
     """Return the metadata that identifies a target."""
     parameters = sum(parameter.numel() for parameter in target.model.parameters())
     spec = {key: value for key, value in asdict(target.spec).items() if key != "name"}
-    facts = {"parameters": parameters, "context": target.max_model_len, "quantized": target.quantized}
-    return {**spec, **facts}
+    return {**spec, "parameters": parameters, "context": target.max_model_len, "quantized": target.quantized}
 
 
 def devices_of(target: Target) -> dict[str, int]:

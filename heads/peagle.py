@@ -58,8 +58,7 @@ class PEagle(Eagle3):
     def masked_positions(self, inputs: list[LayerInputs]) -> NodeStates:
         """Return the inputs for `compute_logits` at the masked positions."""
         token = torch.full_like(inputs[0].position, self.mask_token)
-        state = self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1)
-        return self.advance(token, state, inputs)[1]
+        return self.advance(token, self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1), inputs)[1]
 
     def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Draft depth 1 from all rows, and further depths from the masked positions of every anchor."""

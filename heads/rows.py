@@ -11,8 +11,7 @@ PerRow = Shaped[Tensor, "B T *rest"]
 
 def positions(document: Sequences) -> Sequences:
     """Return each row's position within its own document, counted from 0."""
-    length = document.shape[1]
-    index = torch.arange(length, device=document.device).expand_as(document)
+    index = torch.arange(document.shape[1], device=document.device).expand_as(document)
     starts = torch.ones_like(document, dtype=torch.bool)
     starts[:, 1:] = document[:, 1:] != document[:, :-1]
     return index - torch.where(starts, index, 0).cummax(1).values

@@ -418,8 +418,7 @@ class DeviceStep:
                 count = valid.sum(1) - 1
             results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
         if params.logit_gaps:
-            gaps = top2_gap(logits.take_along_dim(accepted.path[..., None], 1))
-            results.append(gaps.view(torch.int32).long())
+            results.append(top2_gap(logits.take_along_dim(accepted.path[..., None], 1)).view(torch.int32).long())
         return torch.cat(results, 1), accepted
 
     def run_rule(

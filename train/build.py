@@ -186,8 +186,7 @@ def executable_micro_batch(
             if accelerator.mixed_precision == "no":
                 features = in_dtype(features, next(head.parameters()).dtype)
             rows = None if anchors is None else to_device(anchors, device)
-            chunks = loss.chunks(weight.trained, device)
-            loss(features, to_device(weight.row, device), rows, chunks)[0].backward()
+            loss(features, to_device(weight.row, device), rows, loss.chunks(weight.trained, device))[0].backward()
         del optimizer_state
         head.zero_grad()
         return size

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from data.batches import Batches
+from data.features.source import LiveFeatures
 from heads import HEADS
-from heads.base import HeadConfig, NamedTensors, to_device
+from heads.base import Features, HeadConfig, NamedTensors
 from heads.common.progress import progress, update_bar
 from heads.common.rope import Rope, positions_of
 from heads.common.typed import Count, Decay, Width, typed
@@ -122,6 +123,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
 TOKENS_PER_INPUT = 8, 64  # minimum and maximum tokens per input; the fit of `fit_linear` overfits to fewer
+KEPT = 8 << 30  # bytes of features in 16 bits that the fits share
 RIDGE = 1e-2  # ridge penalty relative to the inputs' mean square
 
 
@@ -269,7 +271,20 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     """
     if init != LAST_LAYER or target.embeddings.num_layers < 2:
         return
-    solve = partial(fit_linear, head, target, batches, max(1, steps // 10))
+    top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
+    source = LiveFeatures(target, batches, (*head.feature_layers, *top))
+    step_bytes: int = 2 * batches.step_tokens * (len(source.layers) + 1) * target.embeddings.hidden_size
+
+    @lru_cache(KEPT // step_bytes)
+    def read(step: int) -> list[Features]:
+        """Return a step's features from the host's memory; a sharded target's processes keep the same steps."""
+        found = []
+        for batch, features in source(step):
+            token, hidden, last, document = (tensor.cpu() for tensor in features()[:4])
+            found.append(Features(token, hidden, last, document.masked_fill(batch.index[:, None] < 0, -1)))
+        return found
+
+    solve = partial(fit_linear, head, read, batches, max(1, steps // 10))
     if isinstance(head, Mtp):
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
         return
@@ -277,7 +292,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     block: Any = head.get_submodule(head.first_layer)
     residual = block.self_attn.o_proj, block.mlp.down_proj
     if isinstance(head, Eagle):  # scales the layer to the target's final norm
-        gain = final_gain(target, batches).to(head.fc.weight)
+        gain = final_gain(read(0), head.fc.weight.device).to(head.fc.weight)
         head.fc.weight.copy_(solve(head.fc, lambda states: gain * states.below))
         if head.fc.bias is not None:
             head.fc.bias.zero_()
@@ -295,18 +310,16 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
         linear.weight.add_(solve(linear, lambda states: states.above - states.state))
 
 
-def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
+def final_gain(features: list[Features], device: torch.device) -> Float[Tensor, "D"]:
     """Return the target's final norm as one factor per dimension, by least squares over the first step.
 
     First tokens of documents are excluded: in large targets their states may be hundreds of times as large as others
     (massive activations, arXiv 2402.17762).
     """
     sums: Any = 0.0
-    for batch in batches(0):
-        features = target.features(batch.token, batch.document, (target.embeddings.num_layers - 1,))
-        later = (positions(batch.document) > 0) & (batch.document >= 0) & (batch.index >= 0)[:, None]
-        there = to_device(later, features.last_hidden.device)
-        raw, last = (state[there].double() for state in (features.hidden[:, :, 0], features.last_hidden))
+    for _, hidden, last_hidden, document, _ in features:
+        later = (positions(document) > 0) & (document >= 0)
+        raw, last = (state[later].to(device).double() for state in (hidden[:, :, -1], last_hidden))
         sums = sums + torch.stack([(raw * last).sum(0), raw.square().sum(0)])
     if distributed.is_initialized():
         distributed.all_reduce(sums)
@@ -327,7 +340,12 @@ class FitStates(NamedTuple):
 
 
 def fit_linear(
-    head: Any, target: Any, batches: Batches, limit: int, linear: nn.Linear, labels_of: Callable[[FitStates], States]
+    head: Any,
+    read: Callable[[int], list[Features]],
+    batches: Batches,
+    limit: int,
+    linear: nn.Linear,
+    labels_of: Callable[[FitStates], States],
 ) -> Float[Tensor, "D I"]:
     """Return the weight that maps a linear layer's inputs at depth 1 to labels with the least squared error.
 
@@ -338,21 +356,19 @@ def fit_linear(
         module.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0]}))
         for name, module in (("input", linear), ("state", getattr(head, "norm", linear)))
     ]
-    weight, count, width = linear.weight, linear.in_features, target.embeddings.hidden_size
-    top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
+    weight, count, width = linear.weight, linear.in_features, head.embeddings.hidden_size
     # Sums of inputs times inputs, and of inputs times labels.
     sums = weight.new_zeros(count, count + width, dtype=torch.float64)
     least, most = (math.ceil(tokens * count / batches.step_tokens) for tokens in TOKENS_PER_INPUT)
     steps = min(max(limit, least), most)
     try:
-        for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):
+        for features in (rows for step in progress(range(steps), "fitting the head's start") for rows in read(step)):
             update_bar()
-            features = target.features(batch.token, batch.document, (*head.feature_layers, *top))
-            hidden, last, document = features.hidden.to(weight), features.last_hidden.to(weight), features.document
-            head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last_hidden=last), 1)
+            token, document = features.token.to(weight.device), features.document.to(weight.device)
+            hidden, last = features.hidden.to(weight), features.last_hidden.to(weight)
+            head.unroll(Features(token, hidden[:, :, :-2], last, document), 1)
             follows = functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (0, 1))
-            follows &= to_device(batch.index >= 0, follows.device)[:, None]  # without padding sequences
-            raw, ahead = hidden[:, :, -1][follows], hidden[:, :, -len(top) :].roll(-1, 1)[follows]
+            raw, ahead = hidden[:, :, -1][follows], hidden[:, :, -2:].roll(-1, 1)[follows]
             states = FitStates(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
             inputs = given["input"][follows]
             sums += inputs.T @ torch.cat([inputs, labels_of(states)], 1)

@@ -59,8 +59,7 @@ def without_reasoning(message: Message) -> Message:
 
 def is_empty(message: Message) -> bool:
     """Return whether an answer has no text, tool calls or reasoning."""
-    text = content_text(without_reasoning(message)) + reasoning_of(message)
-    return not (text.strip() or message.get("tool_calls"))
+    return not ((content_text(without_reasoning(message)) + reasoning_of(message)).strip() or message.get("tool_calls"))
 
 
 def skip(text: str, start: int, end: int, strip: bool) -> int:

@@ -201,8 +201,7 @@ class Gate(Check):
         """Return the check of some of the prompts, by their indices; a check without details is returned unchanged."""
         if not self.verdicts:
             return self
-        verdicts = tuple(self.verdicts[index] for index in indices)
-        return replace(verdict_of(verdicts, [], []), lossy=self.lossy)
+        return replace(verdict_of(tuple(self.verdicts[index] for index in indices), [], []), lossy=self.lossy)
 
 
 @dataclass(frozen=True)

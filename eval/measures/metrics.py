@@ -126,8 +126,7 @@ def quantiles(values: Sequence[float | None]) -> dict[str, float]:
 
 def rules_used(runs: Runs) -> str:
     """Return the rules that verified the drafts of a set of runs, as text."""
-    used = {step.rule for run in runs for step in run.steps if step.drafted}
-    return " + ".join(sorted(used)) or "none"
+    return " + ".join(sorted({step.rule for run in runs for step in run.steps if step.drafted})) or "none"
 
 
 def decoding(runs: Runs) -> Pairs:
@@ -212,8 +211,7 @@ def bootstrap(
     if columns.any(1).sum() < 2:
         return None
     generator = torch.Generator().manual_seed(seed)
-    sampled = torch.randint(len(columns), (RESAMPLES, len(columns)), generator=generator)
-    values = statistic(columns[sampled].sum(1))
+    values = statistic(columns[torch.randint(len(columns), (RESAMPLES, len(columns)), generator=generator)].sum(1))
     values = values[values.isfinite()]  # a resample in which all requests ended in the prefill has no ratio
     if not len(values):
         return None

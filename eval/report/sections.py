@@ -349,8 +349,7 @@ def learning_curve(curves: Mapping[str, view.Record]) -> Spec | None:
         if step["loss"] is not None
     ]
     taus = [{**record, "name": f"{name}, τ"} for name, curve in curves.items() for record in curve["tau"]]
-    caption = "Learning curve: the training loss, and τ by the verifier with its 95% interval"
-    return plotted(caption, [*losses, *taus])
+    return plotted("Learning curve: the training loss, and τ by the verifier with its 95% interval", [*losses, *taus])
 
 
 CHECKED_NOTE = (

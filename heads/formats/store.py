@@ -71,8 +71,7 @@ MUST_AGREE = {
 def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: Json) -> None:
     """Write a head's folder, with its target and draft tree, atomically; refuse weights that are not finite."""
     config: Any = head.config
-    content = {"head": asdict(config), "target": asdict(spec), "tree": tree}
-    write_folder(folder, content, head.state_dict())
+    write_folder(folder, {"head": asdict(config), "target": asdict(spec), "tree": tree}, head.state_dict())
 
 
 def write_folder(folder: Path, content: Json, tensors: NamedTensors) -> None:

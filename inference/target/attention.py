@@ -103,8 +103,7 @@ class Documents:
     def cu_seqlens(self, device: torch.device) -> Int[Tensor, "N"]:
         """Return the cumulative sequence lengths: each document's start in the flattened batch, and the end."""
         if device not in self._cu_seqlens:
-            length = self.position.shape[1]
-            starts = [span.row * length + span.begin for span in self.spans]
+            starts = [span.row * self.position.shape[1] + span.begin for span in self.spans]
             cu_seqlens = torch.tensor([*starts, self.position.numel()], dtype=torch.int32)
             self._cu_seqlens[device] = to_device(cu_seqlens, device)
         return self._cu_seqlens[device]

@@ -281,8 +281,7 @@ def _ratio(target: Probs, draft: Probs, token: Int[Tensor, "B 1"]) -> Fractions:
 
 def ranks(tree: DraftTree) -> Nodes:
     """Return each node's rank among its siblings, as they were drafted."""
-    siblings = tree.parent[:, :, None] == tree.parent[:, None]
-    return siblings.tril(-1).sum(-1)
+    return (tree.parent[:, :, None] == tree.parent[:, None]).tril(-1).sum(-1)
 
 
 AUTO, GREEDY_WALK, NOTHING = "auto", "greedy", "none"

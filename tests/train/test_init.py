@@ -4,8 +4,8 @@ import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -171,7 +171,10 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
         return float((seen[0][:, :-1] - given.hidden[:, 1:, -1])[follows].square().mean())
 
     copied = error(head)
-    fit_init(head, "last_layer", target, batches, 1000)
+    with patch.object(target, "features", wraps=target.features) as passes:
+        fit_init(head, "last_layer", target, batches, 1000)
+    steps = start.TOKENS_PER_INPUT[1] * head.fusion.fc.in_features // batches.step_tokens  # of the widest fit
+    assert passes.call_count == 2 * steps, "a micro-batch passes once for all four fits"
     assert error(head) < 0.8 * min(copied, error(fresh))
     assert torch.equal(head.first.mlp.gate_proj.weight, layer.mlp.gate_proj.weight)
     assert torch.equal(head.norm.weight, target.base.norm.weight)
@@ -183,16 +186,12 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
 
 def test_the_final_norms_gain_is_of_all_but_the_first_tokens_of_texts() -> None:
     """Whose states may be hundreds of times as large; nor of padding."""
-    packed, gain = pack([Sample(str(i), toys.prompt(i, 8), [1] * 8) for i in range(8)], 20), torch.linspace(0.5, 2.0, 5)
-
-    def features(token: torch.Tensor, document: torch.Tensor, _: Any) -> Any:
-        raw = torch.randn(*token.shape, 5)
-        later = (document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0)
-        last = torch.where(torch.nn.functional.pad(later, (1, 0))[..., None], gain * raw, 300 * raw.square())
-        return SimpleNamespace(hidden=raw[:, :, None], last_hidden=last)
-
-    target = SimpleNamespace(features=features, embeddings=SimpleNamespace(num_layers=2))
-    torch.testing.assert_close(final_gain(target, Batches(packed, 4, 2, 0, 0, 1)), gain.double())
+    document = torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1], [0, 0, 0, 0, -1, -1, -1, -1], [-1] * 8])
+    gain, raw = torch.linspace(0.5, 2.0, 5), torch.randn(3, 8, 1, 5)
+    later = torch.nn.functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (1, 0))
+    last = torch.where(later[..., None], gain * raw[:, :, 0], 300 * raw[:, :, 0].square())
+    features = [start.Features(document, raw, last, document)]
+    torch.testing.assert_close(final_gain(features, torch.device("cpu")), gain.double())
 
 
 def test_eagle_starts_as_the_last_layer_in_the_scale_of_the_final_norm() -> None:
