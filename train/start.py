@@ -278,11 +278,11 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     @lru_cache(KEPT // step_bytes)
     def read(step: int) -> list[Features]:
         """Return a step's features from the host's memory; a sharded target's processes keep the same steps."""
-        found = []
+        step_features = []
         for batch, features in source(step):
             token, hidden, last, document = (tensor.cpu() for tensor in features()[:4])
-            found.append(Features(token, hidden, last, document.masked_fill(batch.index[:, None] < 0, -1)))
-        return found
+            step_features.append(Features(token, hidden, last, document.masked_fill(batch.index[:, None] < 0, -1)))
+        return step_features
 
     solve = partial(fit_linear, head, read, batches, max(1, steps // 10))
     if isinstance(head, Mtp):
