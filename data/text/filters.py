@@ -52,7 +52,7 @@ class Counts:
     @classmethod
     def read(cls, values: dict[str, Any]) -> "Counts":
         """Return the counts from a dict that `asdict` returned."""
-        return cls(**{**values, **{name: Counter(values[name]) for name in COUNTERS}})
+        return cls(**values | {name: Counter(values[name]) for name in COUNTERS})
 
     def line(self, config: DataConfig) -> str:
         """Return one line for the terminal, without `chats`."""
