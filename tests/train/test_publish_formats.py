@@ -105,7 +105,8 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(tmp_path: Path
         ({}, {"form": "vllm", "target": "/nowhere"}, "model.path=/nowhere"),
         ({"kv_injection": True}, {"form": "vllm"}, "kv_injection=true"),
         ({}, {"form": "medusa"}, "kind eagle3, which can take the form of vllm, sglang, gguf, trtllm, speculators"),
-        ({}, {"form": "gguf"}, "format=gguf takes the tokenizer of the target's own GGUF file: give gguf=FILE"),
+        ({}, {"form": "gguf"}, "engine=llamacpp: .*norm"),  # refused with any file
+        ({"feature_norm": False, "norm_output": False}, {"form": "gguf"}, "the target's own GGUF file: give gguf=FILE"),
     ]
     for options, changes, named in cases:
         made = run(tmp_path, target, "eagle3", EAGLE3 | options)

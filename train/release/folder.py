@@ -37,7 +37,7 @@ from heads.formats import custom_generate, lora
 from heads.formats.hub import base_head, load_found, on_hub, target_path
 from heads.formats.mtp_layouts import FAMILIES, text_section
 from heads.formats.published import gguf
-from heads.formats.published.export import TargetFacts, engine_mismatch, export, refusals
+from heads.formats.published.export import TargetFacts, check, engine_mismatch, export, refusals
 from heads.formats.published.plan import STATES
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
 from heads.mtp import Mtp
@@ -169,6 +169,7 @@ def write_format(head: Path, config: PublishConfig, model: str, adapter: str | N
             )
         file = gguf_file(path) if config.gguf is None else Path(config.gguf).expanduser()
         if file is None:
+            check(trained, "llamacpp", served, target.embeddings.extra_ops())
             raise ValueError("format=gguf takes the tokenizer of the target's own GGUF file: give gguf=FILE")
         tokenizer = gguf.tokenizer_of(file, target.embeddings.vocab_size, target.tokenizer.get_vocab())
     export(trained, str(config.format), served, folder)
