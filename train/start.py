@@ -123,7 +123,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
 TOKENS_PER_INPUT = 8, 64  # minimum and maximum tokens per input; the fit of `fit_linear` overfits to fewer
-KEPT = 8 << 30  # bytes of features in 16 bits that the fits share
+KEPT = 8 << 30  # bytes of features in 16 bits that the fits share, over all processes
 RIDGE = 1e-2  # ridge penalty relative to the inputs' mean square
 
 
@@ -269,13 +269,13 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     In eagle and eagle3, q_proj, k_proj and v_proj become the target's weights times W for y = input norm of b, since
     EAGLE's attention has no norm before it and EAGLE-3's reads two states.
     """
-    if init != LAST_LAYER or target.embeddings.num_layers < 2:
+    depth = target.embeddings.num_layers
+    if init != LAST_LAYER or depth < 2:
         return
-    top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
-    source = LiveFeatures(target, batches, (*head.feature_layers, *top))
+    source = LiveFeatures(target, batches, (*head.feature_layers, depth - 2, depth - 1))
     step_bytes: int = 2 * batches.step_tokens * (len(source.layers) + 1) * target.embeddings.hidden_size
 
-    @lru_cache(KEPT // step_bytes)
+    @lru_cache(0 if isinstance(head, Mtp) else KEPT // step_bytes)  # an MTP module has one fit
     def read(step: int) -> list[Features]:
         """Return a step's features from the host's memory; a sharded target's processes keep the same steps."""
         step_features = []

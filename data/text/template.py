@@ -57,7 +57,7 @@ def render_tagged(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
 ) -> tuple[str, list[Span] | None]:
     """Return the chat as `render` does, and the spans of its {% generation %} blocks; None for a template without."""
-    is_tagged = GENERATION.search(COMMENT.sub("", _template(tokenizer, tools))) is not None
+    is_tagged = _is_tagged(_template(tokenizer, tools))
     return _rendered(messages, tokenizer, tools, {"return_assistant_tokens_mask": is_tagged})
 
 
@@ -147,6 +147,11 @@ def _of_a_day(template: str) -> str:
     return NOW.sub(lambda call: repr(TEMPLATE_DAY.strftime(call[2])), template)
 
 
+@lru_cache(maxsize=8)
+def _is_tagged(template: str) -> bool:
+    return GENERATION.search(COMMENT.sub("", template)) is not None
+
+
 def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the tokens of rendered chats, with their special tokens; raise UnicodeEncodeError at a lone surrogate."""
     encoded: Any = tokenize(tokenizer, rendered, add_special_tokens=False)
@@ -157,7 +162,8 @@ def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
 def turn_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the special tokens, any of which may end a turn; excluding the unknown token, which replaces words."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset((added | set(tokenizer.all_special_ids)) - ({tokenizer.unk_token_id} - {tokenizer.eos_token_id}))
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
+    return frozenset((added | set(tokenizer.all_special_ids)) - unknown)
 
 
 @lru_cache(maxsize=1 << 12)

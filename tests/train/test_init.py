@@ -173,7 +173,7 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
     copied = error(head)
     with patch.object(target, "features", wraps=target.features) as passes:
         fit_init(head, "last_layer", target, batches, 1000)
-    steps = start.TOKENS_PER_INPUT[1] * head.fusion.fc.in_features // batches.step_tokens  # of the widest fit
+    steps = start.TOKENS_PER_INPUT[1] * head.fusion.fc.in_features // batches.step_tokens  # those of the widest fit
     assert passes.call_count == 2 * steps, "a micro-batch passes once for all four fits"
     assert error(head) < 0.8 * min(copied, error(fresh))
     assert torch.equal(head.first.mlp.gate_proj.weight, layer.mlp.gate_proj.weight)

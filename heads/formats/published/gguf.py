@@ -97,8 +97,7 @@ def write(folder: Path, tokenizer: Json) -> None:
     for name, tensor in _renamed(kind, config, tensors).items():
         if tensor.is_floating_point():  # llama.cpp needs matrices in their dtype and vectors in fp32
             as_written = stored.get(tensor.dtype, kinds.F32) if tensor.ndim > 1 else kinds.F32
-            quantised = library.quants.quantize(tensor.float().numpy(), as_written)
-            writer.add_tensor(name, quantised, raw_dtype=as_written)
+            writer.add_tensor(name, library.quants.quantize(tensor.float().numpy(), as_written), raw_dtype=as_written)
         else:
             writer.add_tensor(name, tensor.numpy(), raw_dtype=kinds.I64)
     writer.write_header_to_file()
