@@ -3,7 +3,7 @@
     pip install --no-deps --target .reference speculators==0.9.0 hs-connectors==0.9.0 loguru==0.7.3 openai jiter \
         pydantic-settings python-dotenv
     python benchmarks/reference.py [--part time memory tau] [--depths 3 5 7] [--seeds 1 2 3] [--specforge FOLDER]
-        [--data data.turns=text] [--head mtp …] [--reference speculators …] [--precision bf16]
+        [--data data.turns=text] [--head mtp …] [--reference speculators …] [--precision bf16] [--tree "chain of 4"]
 
 1. time: a step (draft, loss, gradient, optimiser) at equal depths on one thread, in fp32 or as each trains in bf16:
    SpecForge's weights in bf16 beside fp32 masters, the others under autocast. First with the features given, then with
@@ -405,6 +405,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=24, help="of time, a step each")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of tau")
     parser.add_argument("--tokens", type=int, default=409_600, help="that each head is trained on for tau")
+    parser.add_argument("--tree", nargs="+", choices=TREES, default=list(TREES), help="of tau")
     parser.add_argument("--data", nargs="+", default=[], help="overrides of data for all trainers")
     parser.add_argument("--reference", nargs="*", choices=REFERENCES, help="of the others; left out: all that are here")
     parser.add_argument(
@@ -420,6 +421,8 @@ def main() -> None:
     arguments = parsed()
     SpecForge.source = arguments.specforge
     DATA.extend(arguments.data)
+    for tree in TREES.keys() - arguments.tree:
+        del TREES[tree]
     references = [name for name in REFERENCES if name != "SpecForge" or arguments.specforge]
     if arguments.reference is not None:
         references = [name for name in references if name in arguments.reference]

@@ -177,8 +177,8 @@ class DraftPlan(NamedTuple):
         tree_depth: the greatest depth of a node; 0 if nothing is drafted.
         max_nodes: the most nodes of a tree, the root included.
         chain: whether the trees are chains, so that an accepted path is a prefix of them.
-        sampled: parents of the nodes in a shape that is sampled if roots have samples, -1 for the root; None if all
-            trees are filled by rank.
+        sampled: parent index of each node (-1: the root) in the fixed tree that is sampled at temperatures above 0;
+            None if all trees are filled by rank.
         has_q: for each sequence, whether its children are sampled or it has none; empty if all are equal.
         proposal: the proposal of a `single` drafter.
         tree_id: id of the tree policy, part of the graph key.

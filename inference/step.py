@@ -64,9 +64,9 @@ class DeviceStep:
     """Runs decoding steps for a batch.
 
     Attributes:
-        fixed_shapes: whether shapes are equal in all steps, as CUDA graphs need: attention reads a multiple of a
-            bucket, all slots run, and the host reads the committed tokens at the end. Otherwise it reads them first,
-            and only committed rows are computed.
+        fixed_shapes: whether all steps have the same shapes, as CUDA graphs need: the length of keys is padded to a
+            bucket, idle slots run, and the host syncs once, at the end. Otherwise it syncs first, and only accepted
+            tokens are computed.
         graphs: CUDA graphs of the stages; None if they are not captured.
         compiled_stages: cache of the compiled stages.
     """

@@ -135,9 +135,9 @@ def _first(config: HeadConfig) -> str:
 def resolve_init(init: str | None, config: HeadConfig, target: AnyTarget) -> tuple[HeadConfig, str | None]:
     """Return a head's configuration and its `init`, where `auto` becomes the target's last layer or None.
 
-    `auto` is the last layer for mtp, eagle, hass and eagle3 if its shapes match, and except for mtp if the target is
-    loaded anyway. Such a head has the target's rotary positions and norm; an MTP module has them in either case, since
-    engines assume them.
+    `auto` is the last layer for mtp, eagle, hass, eagle3 and eagle4 if its shapes match, and except for mtp if the
+    target is loaded anyway. Such a head has the target's rotary positions and norm; an MTP module has them in either
+    case, since engines assume them.
     """
     if init != AUTO or not _first(config):
         return config, None if init == AUTO else init
@@ -166,7 +166,7 @@ def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, place
     """
     able = isinstance(config, Mtp.Config) if init == CHECKPOINT else _first(config)
     if init in (LAST_LAYER, CHECKPOINT) and not able:
-        others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
+        others = "" if init == CHECKPOINT else ", eagle, hass, eagle3 and eagle4"
         raise ValueError(f"init={init} starts only head=mtp{others}: give that head, or a folder for init")
     if init == CHECKPOINT and placement != REPLICATE:
         raise ValueError(

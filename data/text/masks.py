@@ -337,9 +337,9 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, strip: bool) -> Tu
 
 
 def _block_spans(text: str, spans: list[template.Span], least: int, ends: template.Ends) -> list[template.Span]:
-    """Return a template's own blocks with the whitespace before the first, from `least` on, and the turn's end token.
+    """Return a template's {% generation %} spans with what the model writes around them.
 
-    The target writes these too.
+    These are the whitespace before the first, from `least` on, and the end-of-turn token.
     """
     if spans:
         if least < spans[0][0] and not text[least : spans[0][0]].strip():

@@ -69,8 +69,8 @@ MODELS = (
 )
 EARLIER = ("previous_response_id", "cachedContent", "cached_content")  # what the server has of earlier turns
 TRACES = {"trace_id", "traceId", "parentRunId"}  # keys of a trace's step
-# Fields that say what a step of a trace is, and the kinds of steps that are no call of a model. Some hold what a model
-# was asked and what a program returned; others hold a call that has a step of its own.
+# Keys with a trace span's kind, and the kinds that are no model calls: some pair a prompt with a program's output,
+# others repeat a call that has its own span.
 STEPS = (
     *("type", "run_type", "span_kind", "attributes/gen_ai.operation.name", "attributes/openinference.span.kind"),
     *("attributes/traceloop.span.kind", "attributes/mlflow.spanType", "span_attributes/type"),
@@ -156,7 +156,7 @@ def chat_of(raw: Raw) -> Chat | None:
 
 
 def _is_in(reply: Any, last: Raw) -> bool:
-    """Whether a chat's last message is the reply beside it, or what stands there is no reply."""
+    """Whether a chat's last message repeats the reply that stands beside it, or that is no reply."""
     try:
         answers = _answered(reply, [])
     except LeftOutError as error:

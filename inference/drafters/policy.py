@@ -409,11 +409,10 @@ def by_confidence(
     """Draft the most probable nodes by the head, a whole level at a time; return the trees and the nodes' scores.
 
     A dynamic tree expands the `top_k` most probable nodes of each level. Best-first search expands the most probable
-    node not yet expanded until the budget is spent, which yields the `nodes` most probable nodes of the whole tree. No
-    child is more probable than its parent, so a node's children can be among them only if fewer than `nodes` - 1 of
-    the nodes scored so far are better than it. To expand exactly those of each level finds the same tree in one call a
-    level, and ends where no node is left to expand. In a batch, all sequences expand as many nodes as the one with the
-    most: the surplus nodes are never among the best.
+    node not yet expanded until the budget is spent, which yields the `nodes` most probable nodes of the whole tree. A
+    child never outscores its parent, so only the nodes among the best `nodes` - 1 so far can have children in the final
+    tree. Expanding exactly those, in one call a level, gives the same tree, and ends when none is left. In a batch,
+    all sequences expand as many nodes as the one with the most: the surplus nodes are never among the best.
     """
     growth = TreeBuilder(head, state, level, roots)
     depth = min(depth, config.tree_depth)

@@ -289,11 +289,11 @@ AUTO, GREEDY_WALK, NOTHING = "auto", "greedy", "none"
 
 @dataclass(frozen=True)
 class Rule:
-    """A verification rule, and the drafts that it supports; a rule without functions follows the target's own samples.
+    """A verification rule, and the drafts that it supports.
 
-    `match`, `point_mass` and `coupled` follow them; they differ in how the draft was made (`DeviceStep.draft`). A node
-    of a draft that is independent of these samples is accepted with its probability under p, as in speculative sampling
-    from a point mass. With coupled noise the text does not depend on the drafter (arXiv 2408.07978).
+    A rule without functions accepts a token if the target samples the same one: `match`, `point_mass` and `coupled`,
+    which differ only in how the draft is made (`DeviceStep.draft`). For a draft that is independent of the sample this
+    is rejection sampling with a one-hot q. With coupled noise the text is the same for all drafters (arXiv 2408.07978).
     """
 
     chain: bool = False  # whether it verifies only chains

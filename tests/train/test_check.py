@@ -67,7 +67,7 @@ OUT = ("../evil", "a/../../b", "/elsewhere")  # of the folder of runs
         (["features=stored", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
         (["out=/dev/null/run"], "out=/dev/null/run: cannot be written (/dev/null: Not a directory)"),
         (["data.length=161", "trainer.micro_tokens=161"], "data.length is 161, but"),
-        (["head=hydra", "init=last_layer"], "init=last_layer starts only head=mtp, eagle, hass and eagle3"),
+        (["head=hydra", "init=last_layer"], "init=last_layer starts only head=mtp, eagle, hass, eagle3 and eagle4"),
         (["init=checkpoint"], "init=checkpoint starts only head=mtp"),
         (["head=eagle", "head.num_heads=7"], "head.num_heads is 7 and head.num_kv_heads 2"),
         (["head=eagle3", "head.feature_layers=[7]"], "head.feature_layers is [7]: give different layers from 0 to 2"),
