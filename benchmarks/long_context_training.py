@@ -31,7 +31,7 @@ from heads.modules.layers import Recomputing
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train.config import RunConfig, run_config
-from train.objective import loss_weights
+from train.objective import loss_weights, trainable
 from train.step import Loss
 
 TOKENS = 4096  # of the features' comparison
@@ -61,7 +61,8 @@ def step(name: str, length: int, *, recompute: bool) -> None:
     token = torch.randint(target.embeddings.vocab_size, (1, length))
     document, width = torch.zeros_like(token), target.embeddings.hidden_size
     states = torch.randn(1, length, len(head.feature_layers) + 1, width)
-    weight = loss_weights(document, token * 0 + 1, None, run.objective).row / length
+    trained = trainable(document, token * 0 + 1, run.objective.depths)
+    weight = loss_weights(document, trained, None, run.objective).row / length
     before, begin = peak(), time.perf_counter()
     loss = Loss(head, run.objective, compiled=False, autocast=False)
     features = Features(token, states[:, :, 1:], states[:, :, 0], document)

@@ -39,7 +39,7 @@ from inference.target.target import Target
 from train.config import RunConfig, run_config
 from train.distributed.processes import keep_freed
 from train.losses import ObjectiveConfig
-from train.objective import chunk_rows, chunked, loss_weights, objective, row_keys
+from train.objective import chunk_rows, chunked, loss_weights, objective, row_keys, trainable
 from train.step import Loss
 
 WIDTH, LENGTH = 256, 512
@@ -85,7 +85,7 @@ def peak(config: ObjectiveConfig, vocabulary: int, rows: int, *, whole: bool) ->
     features = Features(token, torch.zeros(*token.shape, 0, WIDTH), torch.randn(*token.shape, WIDTH), document)
     drafts = [DepthOutput(torch.randn(*token.shape, WIDTH, requires_grad=True)) for _ in range(config.depths)]
     head.lm_head.weight.grad = torch.zeros_like(head.lm_head.weight)
-    weight = loss_weights(document, torch.ones_like(token), None, config).row / rows
+    weight = loss_weights(document, trainable(document, torch.ones_like(token), config.depths), None, config).row / rows
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     chunks = chunked(weight > 0, rows if whole else chunk_rows(head, "cpu", weight.numel()), weight.device)
     loss, _ = objective(head, drafts, features, weight, config, chunks)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.text.masks import Sample
 from data.text.prompts import CachedSamples, Prompt
+from heads.shapes import Paths, PerSequence, Sequences
 
 TokenArray = np.ndarray[Any, Any]  # tokens or mask of a sample, (T,)
 
@@ -36,11 +37,11 @@ class Batch:
     In a rollout, `path` is that of `Features`, and `trained` marks the rows that are trained at each depth.
     """
 
-    token: Int[Tensor, "B T"]
-    document: Int[Tensor, "B T"]
-    loss_mask: Int[Tensor, "B T"]
-    index: Int[Tensor, " B"]
-    path: Int[Tensor, "B T d"] | None = None
+    token: Sequences
+    document: Sequences
+    loss_mask: Sequences
+    index: PerSequence
+    path: Paths = None
     trained: Bool[Tensor, "d B T"] | None = None
 
 
@@ -162,7 +163,7 @@ class Batches:
         padding = replace(first, loss_mask=torch.zeros_like(first.loss_mask), index=torch.full_like(first.index, -1))
         return batches + [padding] * (-(-count // self.micro_batch_size) - len(batches))
 
-    def _batch(self, index: Int[Tensor, " B"]) -> Batch:
+    def _batch(self, index: PerSequence) -> Batch:
         token, document, mask = (tensor[index].long() for tensor in self.packed)
         return Batch(token, document, mask, index)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from heads.common.typed import Count, Number, OneOf, RowLength
+from heads.common.typed import Count, Json, Number, OneOf, RowLength
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DataConfig:
     turns: Annotated[str, OneOf(("all", "last", "text"))]
     reasoning: Annotated[str, OneOf(("keep", "cut"))]
     on_bad: Annotated[str, OneOf(("fail", "drop"))]
-    where: dict[str, Any] | None
+    where: Json | None
 
     def __post_init__(self) -> None:
         """Refuse sizes that leave nothing to train on, and invalid mixtures."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -40,7 +39,7 @@ from heads.base import HeadConfig
 from heads.common.command import command
 from heads.common.files import check_writable
 from heads.common.progress import print_above_bars
-from heads.common.typed import Count, Number, typed
+from heads.common.typed import Count, Json, Number, typed
 from heads.common.untrusted import visible
 from inference.target.config import ModelConfig, device_named
 from inference.target.loading import load_tokenizer
@@ -64,8 +63,8 @@ class JobConfig(AnswerSettings):
     answers: str | None
     by: str
     run: str | None
-    drafter: dict[str, Any]
-    tree: dict[str, Any]
+    drafter: Json
+    tree: Json
     endpoint: EndpointConfig
     inspect: Number
     limit: Count | None

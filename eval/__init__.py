@@ -2,8 +2,8 @@
 
 inputs/          workloads, recorded answers, runs, drafters
 measures/        metrics, result rows, statistics, losslessness
-report/          the report: JSON, Markdown, terminal, page; comparison of reports
-gates.py         all losslessness checks of an evaluation: greedy, sampled and timed tokens
+report/          the report: JSON, Markdown, terminal, page
+gates.py         the losslessness checks of an evaluation: greedy and sampled tokens
 live.py          the live tier: drafters timed together with their baselines, in turns or under load
 extras.py        training curves, trees and answers for a report
 teacher_forced.py  the teacher-forced tier: acceptance of a head and of replayed trees along given text

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
 from heads.common.typed import SEVERAL, Amount, Count, Json, NewTokens, Number, OneOf, Positive, Within, from_yaml
 from inference.request import RequestConfig
-from inference.target.config import DTYPES
+from inference.target.config import DTYPES, Dtype
 from inference.verification.rules import is_lossy
 
 OWN, RECORDED = TEXTS = ("own", "recorded")
-TURNS = ("first", "all")
+Turns = Annotated[str, OneOf(("first", "all"))]
 Grid = Annotated[list[Count], SEVERAL]
 
 
@@ -60,7 +60,7 @@ class Selection:
     prompts: Count
     warmup: Number
     truncate: bool
-    turns: Annotated[str, OneOf(TURNS)]
+    turns: Turns
     balanced: bool
 
 
@@ -106,7 +106,7 @@ class EvalConfig(TuneConfig, Selection):
     workload: Annotated[list[str], SEVERAL] | None
     out: str | None
     model: Json
-    dtype: Annotated[str, OneOf(("auto", *DTYPES))]
+    dtype: Dtype
     gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
     # The negative control's total variation is at most p (1 - p).
     gate_tv: Annotated[float, Within(0, 0.25, above=True, below=True)]

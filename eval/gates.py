@@ -1,4 +1,4 @@
-"""The losslessness checks of an evaluation: greedy tokens, sampled tokens and timed tokens.
+"""The losslessness checks of an evaluation: greedy tokens and sampled tokens.
 
 Above temperature 0 with coupled noise (arXiv 2408.07978), a token depends only on the text before it and the seed, so
 every drafter must emit exactly the tokens of autoregressive decoding: this tests the engine. A rule's uniform numbers

@@ -275,38 +275,31 @@ def arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
     return list(accumulate((rng.expovariate(rate) for _ in range(count - 1)), initial=0.0))
 
 
-def serve(
-    batch: Batch,
-    prompts: Sequence[Tokens],
-    when: Sequence[float],
-    params: RequestParams,
-    clock: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], None] = time.sleep,
-) -> list[Served]:
+def serve(batch: Batch, prompts: Sequence[Tokens], when: Sequence[float], params: RequestParams) -> list[Served]:
     """Answer requests in the order of arrival, `when` seconds from now, in an empty continuous batch.
 
     An arrived request is admitted as soon as a slot is free, before the next pass. Without requests the engine sleeps
     until the next arrival. Results are in the order of the requests.
     """
-    begin, waiting = clock(), deque(range(len(prompts)))
+    begin, waiting = time.perf_counter(), deque(range(len(prompts)))
     running: list[int] = []
     served: dict[int, Served] = {}
     while waiting or batch.running:
-        now = clock() - begin
+        now = time.perf_counter() - begin
         if waiting and batch.free and when[waiting[0]] <= now:
             index = waiting.popleft()
             generation = batch.admit(index, prompts[index], params)
             arrived = when[index]
-            served[index] = Served(generation, arrived, now - arrived, clock() - begin - arrived)
+            served[index] = Served(generation, arrived, now - arrived, time.perf_counter() - begin - arrived)
             running.append(index)
         elif batch.running:
             batch.step()
         else:
-            sleep(when[waiting[0]] - now)
+            time.sleep(when[waiting[0]] - now)
         batch.release()
         for index in [index for index in running if served[index].generation.finish_reason]:
             running.remove(index)
-            served[index].generation.latency_s = clock() - begin - when[index]
+            served[index].generation.latency_s = time.perf_counter() - begin - when[index]
     return [served[index] for index in range(len(prompts))]
 
 

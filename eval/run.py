@@ -18,7 +18,7 @@ from data.text.prompts import Prompt
 from eval.config import RECORDED, EvalConfig
 from eval.extras import answers, training, trees
 from eval.gates import check
-from eval.inputs.drafters import Drafters, find_heads, load_drafters
+from eval.inputs.drafters import Drafters, head_folders, load_drafters
 from eval.inputs.workloads import Workload, load_workload, prompt_counts
 from eval.live import Setup, measure, measure_rate, paired, queued_rows, requests_of, rows
 from eval.measures.losslessness import Gate, SampledGate
@@ -30,8 +30,8 @@ from eval.report.write import READ, SERVING, Report
 from eval.setup import described, devices_of, dtype_for, load_target, prepared, read, remarks_of
 from eval.teacher_forced import WorkloadTexts, answered_texts, generate_answers, recorded_texts, teacher_forced_rows
 from eval.tune import TUNED, tune
-from heads.common.command import command, exit_this_run
-from heads.common.errors import report_on_interrupt, user_errors
+from heads.common.command import command
+from heads.common.errors import report_on_interrupt
 from heads.common.progress import print_line
 from heads.common.typed import Json, typed
 from heads.common.untrusted import visible
@@ -120,7 +120,7 @@ def timed_rows(
         torch.cuda.reset_peak_memory_stats(target.device)
     all_rows, texts, extras, start = list[ResultRow](), list[WorkloadTexts](), Json(), 0
     if "head" in config.drafter:
-        extras["training"] = training(find_heads([*config.runs(), *config.compare], config.drafter))
+        extras["training"] = training(head_folders(config))
     for workload in workloads:
         for temperature, size, rate in config.conditions():
             setup = Setup(target, drafters, workload.prompts, config.params(temperature))
@@ -205,12 +205,11 @@ def publish(report: Report, out: Path) -> None:
 @command("eval")
 def main(cfg: DictConfig) -> None:
     """Evaluate; exit with 1 if a drafter is not lossless, 2 for invalid input."""
-    with exit_this_run(), user_errors():
-        config = typed(EvalConfig, cfg)
-        with report_on_interrupt(lambda: "nothing was written; the same command measures again"):
-            passed = find_best_tree(config) if config.tune else evaluate(config).passed
-        if not passed:
-            raise SystemExit(1)
+    config = typed(EvalConfig, cfg)
+    with report_on_interrupt(lambda: "nothing was written; the same command measures again"):
+        passed = find_best_tree(config) if config.tune else evaluate(config).passed
+    if not passed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

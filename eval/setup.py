@@ -87,7 +87,7 @@ def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workl
 
 
 def remarks_of(config: EvalConfig, target: Target) -> list[str]:
-    """Return warnings: a losslessness check in a coarse dtype, a sharded target, heads of another target."""
+    """Return warnings: a coarse dtype, a sharded target, one tuned tree of several, heads of other targets."""
     remarks = []
     if config.gate_dtype in ("bfloat16", "float16"):
         remarks.append(f"losslessness is checked in {config.gate_dtype}, in which more of the tokens are near ties")

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heads.base import DraftHead, Layers, Tokens
+from heads.base import Layers, Tokens
 from heads.shapes import Nodes, PerSequence
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
@@ -247,12 +247,10 @@ class Drafter(Protocol):
     Attributes:
         name: its name in reports and errors.
         tree: the shape of its proposals, for reports.
-        head: the draft head, whose acceptance teacher forcing can measure; None for other drafters.
     """
 
     name: str
     tree: str
-    head: DraftHead | None = None
 
     def reset(self) -> None:
         """Forget earlier sequences; by default there is no such memory."""

@@ -19,8 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from heads.base import Tokens
 from heads.common.command import command
-from heads.common.errors import user_errors
-from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from inference import api
@@ -102,10 +100,8 @@ def generate(config: GenerateConfig, console: Console) -> None:
 
 
 @command("generate")
-@user_errors()
 def main(cfg: DictConfig) -> None:
     """Run the command."""
-    register_resolvers()
     generate(typed(GenerateConfig, cfg), Console())
 
 

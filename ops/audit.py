@@ -22,8 +22,8 @@ from omegaconf import DictConfig
 from eval.config import Selection
 from eval.inputs.workloads import cycled, workload_names
 from eval.measures.counters import Counters, restarted
-from heads.common.command import command, exit_this_run
-from heads.common.errors import HIDDEN, SHORTEST, redacted_values, user_errors
+from heads.common.command import command
+from heads.common.errors import HIDDEN, SHORTEST, redacted_values
 from heads.common.files import atomic_write, check_writable
 from heads.common.progress import Bar
 from heads.common.resolvers import ROOT
@@ -272,8 +272,7 @@ def stops_paying(gains: Mapping[int, float]) -> int | None:
 @command("ops/audit")
 def main(cfg: DictConfig) -> None:
     """Audit; exit with 0 if the server passed, 1 if it failed, 2 for invalid input, 3 if undecided."""
-    with exit_this_run(), user_errors():
-        raise SystemExit({"passed": 0, "failed": 1}.get(audited(typed(compare.AuditConfig, cfg)).status, 3))
+    raise SystemExit({"passed": 0, "failed": 1}.get(audited(typed(compare.AuditConfig, cfg)).status, 3))
 
 
 if __name__ == "__main__":

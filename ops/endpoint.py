@@ -16,12 +16,12 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
 from data.answers.client import base_url
-from eval.config import TURNS, Conditions, Selection
+from eval.config import Conditions, Selection, Turns
 from eval.inputs.workloads import Workload, prompt_counts, workload_names
 from eval.live import arrivals, in_turns, queued_rows, with_gate_result
 from eval.measures import results
@@ -30,11 +30,11 @@ from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import SpecDecodingStats, sum_counts
 from eval.report.write import Report
 from eval.run import publish
-from heads.common.command import command, exit_this_run
-from heads.common.errors import report_on_interrupt, user_errors
+from heads.common.command import command
+from heads.common.errors import report_on_interrupt
 from heads.common.files import check_writable
 from heads.common.progress import progress
-from heads.common.typed import Count, Number, OneOf, typed
+from heads.common.typed import Count, Number, typed
 from ops.served import BASELINE_KEY, Answer, Question, Record, Server, ServersConfig, read_questions
 
 REPORTED = ("max_new_tokens", "seed", "repeats", "warmup", "turns")
@@ -49,7 +49,7 @@ class ServedConfig(Conditions, ServersConfig):
     """A served model to measure, its baseline, and the requests; conf/ops/endpoint.yaml explains the keys."""
 
     warmup: Number
-    turns: Annotated[str, OneOf(TURNS)]
+    turns: Turns
     repeats: Count
 
     def __post_init__(self) -> None:
@@ -207,15 +207,14 @@ def _row(
 @command("ops/endpoint")
 def main(cfg: DictConfig) -> None:
     """Measure, and write the report; exit with 1 if texts differ from the baseline's, 2 for invalid input."""
-    with exit_this_run(), user_errors():
-        config = typed(ServedConfig, cfg)
-        out = Path(config.out).expanduser()
-        check_writable(out, "out")
-        with report_on_interrupt(lambda: "nothing was written; the same command measures again"):
-            report = measure(config)
-            publish(report, out)
-        if not report.passed:
-            raise SystemExit(1)
+    config = typed(ServedConfig, cfg)
+    out = Path(config.out).expanduser()
+    check_writable(out, "out")
+    with report_on_interrupt(lambda: "nothing was written; the same command measures again"):
+        report = measure(config)
+        publish(report, out)
+    if not report.passed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -272,10 +272,7 @@ class Maintenance:
 
 
 def copy_head(head: Path, served: Path) -> None:
-    """Replace a served head's folder by a copy of another one, atomically.
-
-    A link to the folder stays a link.
-    """
+    """Replace a served head's folder by a copy of another one, atomically. A link to the folder stays a link."""
     with replacing(served.resolve()) as folder:
         shutil.copytree(last_good(head), folder, dirs_exist_ok=True)
 

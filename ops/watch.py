@@ -37,15 +37,14 @@ from omegaconf import DictConfig
 from data.answers.client import check_url
 from data.text.files import OPENERS
 from data.text.records import parse, reply_in, to_known_shape
-from eval.config import TURNS
+from eval.config import Turns
 from eval.inputs.drafters import model_of
 from eval.inputs.workloads import recorded
 from eval.measures.counters import ENGINES, between, decoded_between, of_reply, restarted
 from eval.measures.metrics import SpecDecodingStats, count_passes, sum_counts
 from eval.teacher_forced import passes_along, rank_text, within_context
-from heads.common.command import command, exit_this_run
-from heads.common.errors import user_errors
-from heads.common.typed import Count, Decay, Json, NewTokens, OneOf, Positive, Within, typed
+from heads.common.command import command
+from heads.common.typed import Count, Decay, Json, NewTokens, Positive, Within, typed
 from heads.common.untrusted import parse_json, visible
 from heads.formats.hub import resolve_head
 from inference.drafters.head import HeadDrafter, load_drafter, saved_tree
@@ -73,7 +72,7 @@ class WatcherConfig:
     tolerance: Decay
     follow: bool
     poll: Positive
-    turns: Annotated[str, OneOf(TURNS)]
+    turns: Turns
     max_new_tokens: NewTokens
 
 
@@ -369,8 +368,7 @@ def replayed(
 @command("ops/watch")
 def main(cfg: DictConfig) -> None:
     """Watch; exit with 0 without an alarm, 1 with one, 2 for invalid input, 3 if nothing could be compared yet."""
-    with exit_this_run(), user_errors():
-        raise SystemExit(follow(typed(WatchConfig, cfg)))
+    raise SystemExit(follow(typed(WatchConfig, cfg)))
 
 
 if __name__ == "__main__":

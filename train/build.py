@@ -53,8 +53,6 @@ from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, adapt, fit_init, init_head, resolve_init
 from train.step import Loss, Stepper, in_dtype
 
-log = logging.getLogger(__name__)
-
 # Fields of a store's spec that must be the run's own.
 SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layers")
 

@@ -408,7 +408,7 @@ def first_init(out: Path, head: str) -> str | None:
 
 
 def differences(then: Json, now: Json) -> str:
-    """Return the changed settings with both values; settings that only one side knows are ignored."""
+    """Return the changed settings with both values; settings that only `now` has are ignored."""
     lost = {f"head.{key}" for key in RETIRED.get(str(now.get("head.name")), ())}
     keys = [key for key in then if then[key] != now.get(key) and key not in lost]
     values = {key: [json.dumps(settings.get(key)) for settings in (then, now)] for key in keys}

@@ -26,13 +26,14 @@ from heads.common.typed import (
     Number,
     OneOf,
     Positive,
+    Share,
     Within,
     typed,
 )
 from heads.common.untrusted import shown
 from heads.mtp import Mtp
 from inference.drafters.policy import TreeConfig
-from inference.target.config import DTYPES, ModelConfig
+from inference.target.config import Dtype, ModelConfig
 from inference.target.loading import AS_IT_IS
 from inference.target.placement import AUTO, check_weights
 from train.losses import ObjectiveConfig
@@ -41,7 +42,6 @@ from train.trackers import TRACKERS
 
 HERE = "here"  # name of the device that stands for this machine's
 IGNORE = "ignore"  # value of `plan` that starts a run even if it does not fit
-Dtype = Annotated[str, OneOf((AUTO, *DTYPES))]
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 
@@ -162,7 +162,7 @@ class DeviceConfig:
     memory_gb: Positive | None
     host_gb: Positive | None
     tflops: Positive | None
-    mfu: Annotated[float, Within(0, 1, above=True)]
+    mfu: Share
     context_gb: Amount
     slack: Amount
 

@@ -339,17 +339,9 @@ def trainable(document: Sequences, mask: Sequences, depths: int) -> Trained:
 
 
 def loss_weights(
-    document: Sequences,
-    mask: Sequences,
-    anchors: RowMask | None,
-    config: ObjectiveConfig,
-    has_loss: Trained | None = None,
+    document: Sequences, trained: Trained, anchors: RowMask | None, config: ObjectiveConfig
 ) -> LossWeights:
-    """Return a batch's row weights, before the depths' weights; `anchors` are the rows to draft from, None for all.
-
-    `has_loss` marks the rows that can be trained at each depth; None computes it by `trainable`.
-    """
-    trained = trainable(document, mask, config.depths) if has_loss is None else has_loss
+    """Return a batch's row weights, before the depths' weights; `anchors` are the rows to draft from, None for all."""
     if anchors is not None:
         trained = trained & anchors
     if config.normalize == "token":

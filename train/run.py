@@ -22,8 +22,8 @@ from rich.console import Console
 
 from eval.config import eval_config
 from eval.measures.results import BASELINE
-from heads.common.command import command, exit_this_run
-from heads.common.errors import report_on_interrupt, user_errors
+from heads.common.command import command
+from heads.common.errors import report_on_interrupt
 from train import checkpoint, sweep
 from train.build import among_processes, build, values_of
 from train.config import RunConfig
@@ -39,10 +39,10 @@ BEST = "best"  # a file of conf/head/
 @command("train")
 def main(cfg: DictConfig) -> float | None:
     """Plan, launch or train; return the best τ, which a sweep may maximise."""
-    with user_errors(), launch.main_first():
+    with launch.main_first():
         launch.apply_launch_environment(cfg.launcher, accelerator_count(cfg.model.device))
         launch.check_mode()
-    with exit_this_run(), user_errors(), launch.main_first():
+    with launch.main_first():
         run = resolve(cfg)
         queued = launch.is_queued(run.launcher)
         sweep.check(run.trainer.eval_prompts, waits=not queued)

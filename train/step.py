@@ -121,7 +121,7 @@ class Loss(nn.Module):
         has_loss = trained.any(0)
         anchors = sample_anchors(has_loss, self.config.anchors, keys)
         chosen = None if anchors is None else torch.zeros_like(has_loss).scatter_(1, anchors, True)
-        weight = loss_weights(batch.document, batch.loss_mask, chosen, self.config, trained)
+        weight = loss_weights(batch.document, trained, chosen, self.config)
         if anchors is None and batch.path is None:
             anchors = trained_rows(has_loss)
         if batch.path is not None:  # each row counts as so many rows

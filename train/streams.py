@@ -15,7 +15,6 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
 
 import torch
 
@@ -35,11 +34,10 @@ from data.batches import Batch, Batches, check_known, pack
 from data.features.source import LiveFeatures
 from data.text.prompts import load_training
 from heads.base import Features, Layers, NamedTensors, Tokens, to_device
-from heads.common.command import command, exit_this_run
-from heads.common.errors import user_errors
+from heads.common.command import command
 from heads.common.progress import print_line
 from heads.common.target_config import check_sequence_length, context_of
-from heads.common.typed import Count, Json, Within, typed
+from heads.common.typed import Count, Json, Share, typed
 from heads.formats.store import write_folder
 from heads.modules.vocab import argmax
 from inference.drafters.contrib.streams import KIND, StreamLogits, Streams, StreamsDrafter
@@ -64,7 +62,7 @@ class StreamsRunConfig(JobConfig):
     """A training run of streams; conf/streams.yaml explains the keys."""
 
     every: Count
-    decay: Annotated[float, Within(0, 1, above=True)]
+    decay: Share
     streams: Streams.Config
 
     def __post_init__(self) -> None:
@@ -218,7 +216,7 @@ def main(cfg: DictConfig) -> None:
     """Compose, check, and launch or train."""
     with launch.main_first():
         launch.check_mode()
-    with exit_this_run(), user_errors(), launch.main_first():
+    with launch.main_first():
         run = streams_config(cfg)
         if launch.needs_processes(run.launcher):
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.user_overrides()))

@@ -8,22 +8,20 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
 from data.text.masks import OPENED, THOUGHT, is_plain, split_reasoning
-from data.text.parts import Message
+from data.text.parts import Message, Messages
 from data.text.prompts import Prompt, prompt_of
 from data.text.records import LoggedAnswer, Record
 from data.text.template import encode, render, turn_end_tokens, with_opening
-from heads.common.typed import Amount, Count, Json, Number, Within
+from heads.common.typed import Amount, Count, Json, Number, Share
 from inference.target.tokenizer import UNFINISHED, RenderError
 from inference.verification.rng import hashed
 
 FIXED = ("messages", "tools", "add_generation_prompt")  # template values that the chat itself sets
-
-TopP = Annotated[float, Within(0, 1, above=True)]
 
 # Why a chat ends early. A chat without an answer is left out.
 CAUSES = {
@@ -42,7 +40,7 @@ class AnswerSettings:
     """The settings of the target's answers (top_p: Holtzman et al., 2020); conf/data.yaml explains the keys."""
 
     temperature: Amount
-    top_p: TopP
+    top_p: Share
     max_new_tokens: Count
     keep_unfinished: bool
     save_tokens: bool
@@ -148,7 +146,7 @@ class Conversation(OngoingChat):
         self.tools, self.options = list(record.tools), settings.options(tokenizer)
         self.turns = deque(turns_of(with_opening(record.messages, tokenizer, record.tools)))
         self.cause = "" if self.turns else "no_question"
-        self.prompt: list[Message] = []  # messages up to the current turn
+        self.prompt: Messages = []  # messages up to the current turn
         self.opened = False
 
     def next_prompt(self) -> list[int] | None:
@@ -251,10 +249,10 @@ class Answerer(Protocol):
         ...
 
 
-def turns_of(messages: list[Message]) -> list[list[Message]]:
+def turns_of(messages: Messages) -> list[Messages]:
     """Return the messages before each answer, without the answers and tool results themselves."""
-    turns: list[list[Message]] = []
-    turn: list[Message] = []
+    turns: list[Messages] = []
+    turn: Messages = []
     for message in [*messages, {"role": "assistant"}]:
         has_question = any(earlier["role"] == "user" for earlier in turn)
         if message["role"] not in ("assistant", "tool") or not (has_question or turns):

@@ -38,7 +38,7 @@ class Engine:
     def __init__(self, target: Target, drafter: Drafter, settings: AnswerSettings, batch_size: int) -> None:
         if not target.eos and not settings.keep_unfinished:
             raise ValueError("the target has no end token, so no answer ever ends; set keep_unfinished=true")
-        self.target, self.drafter, self.settings = target, drafter, settings
+        self.target, self.settings = target, settings
         self.tokenizer: PreTrainedTokenizerBase = target.tokenizer
         self.context = target.max_model_len
         self.sampling = Sampling(settings.temperature, 0, settings.top_p)

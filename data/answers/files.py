@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from data.answers.chats import CAUSES, Answerer, AnswerSettings, Outcome, start_chat
 from data.config import DataConfig
@@ -161,12 +161,6 @@ class Answers:
         return meta
 
 
-def append(outcome: Outcome, file: IO[bytes]) -> None:
-    """Append an outcome to a part and flush it; the caller syncs every few chats."""
-    file.write(_encoded(outcome._asdict()))
-    file.flush()
-
-
 def _encoded(value: Json) -> bytes:
     """Encode a line of JSON; lone surrogates are escaped."""
     return (json.dumps(value, ensure_ascii=False) + "\n").encode(errors=ESCAPED)
@@ -254,7 +248,8 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) ->
         file.seek(0)
         file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
         for number, outcome in enumerate(progress(outcomes, "answering chats", len(records)), 1):
-            append(outcome, file)
+            file.write(_encoded(outcome._asdict()))
+            file.flush()
             if number % work.sync_every == 0:
                 os.fsync(file.fileno())
         os.fsync(file.fileno())

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from data.text.streams import at
 from heads.base import Embeddings, Features, Layers, to_device
 from heads.common.untrusted import inside, regular
 from heads.formats.published.plan import as_states
+from inference.target.attention import spans_of
 
 SETUP = "start vLLM as docs/data_features.md has it"
 NEAR = 0.5  # how far the logit of a server's token may be below our largest, in standard deviations
@@ -60,12 +60,10 @@ class Piece(NamedTuple):
 
 def pieces(packed: Packed, index: int) -> Iterator[Piece]:
     """Yield the documents of a packed sequence."""
-    start, token = 0, packed.token[index].tolist()
-    for document, group in groupby(packed.document[index].tolist()):
-        count = len(list(group))
-        if document >= 0:
-            yield Piece(index, start, tuple(token[start : start + count]))
-        start += count
+    token, document = packed.token[index].tolist(), packed.document[index]
+    for _, begin, end in spans_of(document[None]):
+        if document[begin] >= 0:
+            yield Piece(index, begin, tuple(token[begin:end]))
 
 
 class LayerIds(NamedTuple):

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from data.answers.client import EndpointConfig, check_url
 from data.batches import Batch, Batches
-from data.features.store import DTYPES, FeatureRequest, FeatureStore, SequenceTensors, decode_sequences
-from heads.base import Features, to_device
+from data.features.store import DTYPES, FeatureRequest, FeatureStore, decode_sequences
+from heads.base import Features, NamedTensors, to_device
 from heads.common.typed import Count, OneOf
+from heads.shapes import PerSequence
 
 T = TypeVar("T")
 READERS = 4  # threads; hashing and copying release the GIL
@@ -151,7 +150,7 @@ class LiveFeatures:
         return ""
 
 
-class StoredFeatures(ReadAhead[Future[list[SequenceTensors]]]):
+class StoredFeatures(ReadAhead[Future[list[NamedTensors]]]):
     """Features from a store."""
 
     def __init__(
@@ -163,7 +162,7 @@ class StoredFeatures(ReadAhead[Future[list[SequenceTensors]]]):
         self.read = 0  # number of sequences
         self._reader = ThreadPoolExecutor(READERS)
 
-    def begin(self, batch: Batch) -> Future[list[SequenceTensors]]:
+    def begin(self, batch: Batch) -> Future[list[NamedTensors]]:
         """Start to read a micro-batch's sequences."""
         return self._reader.submit(self._read, batch.index)
 
@@ -172,14 +171,14 @@ class StoredFeatures(ReadAhead[Future[list[SequenceTensors]]]):
         self._reader.shutdown(cancel_futures=True)
         return f"features: {self.read} sequences read"
 
-    def _read(self, index: Int[Tensor, "B"]) -> list[SequenceTensors]:
+    def _read(self, index: PerSequence) -> list[NamedTensors]:
         # A padding sequence has the first sequence's tokens.
         sequences = [self.store.read(sequence) for sequence in index.clamp_min(0).tolist()]
         if self.device.type != "cuda":
             return sequences
         return [{name: tensor.pin_memory() for name, tensor in sequence.items()} for sequence in sequences]
 
-    def finish(self, batch: Batch, job: Future[list[SequenceTensors]]) -> Features:
+    def finish(self, batch: Batch, job: Future[list[NamedTensors]]) -> Features:
         """Return the features of a micro-batch."""
         begin = time.perf_counter()
         sequences = job.result()

@@ -24,15 +24,16 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from data.batches import Packed
-from heads.base import Features, Layers
+from heads.base import Features, Layers, NamedTensors
 from heads.common.files import atomic_write, claim, read_checked, write_checked
 from heads.common.typed import Count, Number, OneOf, typed
+from heads.shapes import Rows, Sequences
 from inference.target.target import Target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -47,9 +48,6 @@ MUST_AGREE = {
     "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed sequences",
     "rows": "number of packed sequences", "layers": "feature layers", "dtype": "features.dtype",
 }  # fmt: skip
-
-SequenceTensors = dict[str, Tensor]
-PackedRows = Int[Tensor, "B T"]
 
 
 class FeatureRequest(NamedTuple):
@@ -193,7 +191,7 @@ class FeatureStore:
         """Return the bytes of the finished shards."""
         return sum(entry.bytes for entry in self.entries.values())
 
-    def read(self, sequence: int) -> SequenceTensors:
+    def read(self, sequence: int) -> NamedTensors:
         """Return a sequence's tensors "1 …"; raise DamagedError if it differs from what was written, or is missing."""
         name, index = self._location[sequence]
         try:
@@ -207,7 +205,7 @@ class FeatureStore:
             raise self._damage(name, sequence, "is not what was written, its checksum differs")
         return tensors
 
-    def write(self, name: str, sequences: list[int], *groups: SequenceTensors) -> None:
+    def write(self, name: str, sequences: list[int], *groups: NamedTensors) -> None:
         """Write a claimed shard of groups of sequences, then its entry; refuse a full disk; other shards stay."""
         tensors = {key: torch.cat([group[key] for group in groups]) for key in groups[0]}
         content = save(tensors)
@@ -226,7 +224,7 @@ class FeatureStore:
         """Return the lock file of a shard, or of any other name."""
         return self.folder / LOCKS / name
 
-    def _digest(self, tensors: SequenceTensors) -> str:
+    def _digest(self, tensors: NamedTensors) -> str:
         """Return the digest of tensors' names and bytes."""
         digest = xxhash.xxh3_128()
         for name in sorted(tensors):
@@ -244,7 +242,7 @@ class FeatureStore:
         )
 
 
-def split(sequences: SequenceTensors) -> list[SequenceTensors]:
+def split(sequences: NamedTensors) -> list[NamedTensors]:
     """Return the tensors of each sequence."""
     count = len(next(iter(sequences.values())))
     return [{name: tensor[i : i + 1] for name, tensor in sequences.items()} for i in range(count)]
@@ -283,18 +281,18 @@ class States(NamedTuple):
     """Hidden states of packed sequences: the feature layers' states, and the last hidden state after the final norm."""
 
     hidden: Float[Tensor, "B T L D"]
-    last_hidden: Float[Tensor, "B T D"]
+    last_hidden: Rows
 
 
 class Copying(NamedTuple):
     """Sequences that are being copied to the host asynchronously."""
 
-    sequences: SequenceTensors
+    sequences: NamedTensors
     finite: Bool[Tensor, ""]  # whether all states are finite
     copied: "torch.cuda.Event | None"  # event after the last copy; None on a CPU
     name: str  # the target's name
 
-    def result(self) -> SequenceTensors:
+    def result(self) -> NamedTensors:
         """Wait for the sequences; refuse states that are not finite."""
         if self.copied is not None:
             self.copied.synchronize()
@@ -306,7 +304,7 @@ class Copying(NamedTuple):
         return self.sequences
 
 
-def start(target: Target, token: PackedRows, document: PackedRows, spec: StoreSpec) -> Copying:
+def start(target: Target, token: Sequences, document: Sequences, spec: StoreSpec) -> Copying:
     """Return packed sequences' tensors for a store, by a forward pass of the target.
 
     On a GPU this is asynchronous: states are encoded there, and copied to the host.
@@ -318,7 +316,7 @@ def start(target: Target, token: PackedRows, document: PackedRows, spec: StoreSp
     def copy(tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=on_gpu)  # from a GPU to pinned memory
 
-    sequences: SequenceTensors = {}
+    sequences: NamedTensors = {}
     for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last_hidden}.items():
         encoded = encode(tensor, spec.dtype)
         sequences[name] = copy(encoded.value)
@@ -330,7 +328,7 @@ def start(target: Target, token: PackedRows, document: PackedRows, spec: StoreSp
 
 
 def decode_sequences(
-    sequences: SequenceTensors, token: PackedRows, document: PackedRows, request: FeatureRequest, spec: StoreSpec
+    sequences: NamedTensors, token: Sequences, document: Sequences, request: FeatureRequest, spec: StoreSpec
 ) -> Features:
     """Decode stored sequences to features with the requested layers, on their device."""
     if request.layers:

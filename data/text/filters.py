@@ -1,4 +1,4 @@
-"""Filters with counts: duplicates, contamination by evaluation text, and samples that are too short."""
+"""Filters with counts: duplicates, and contamination by evaluation text."""
 
 import hashlib
 import json
@@ -7,11 +7,11 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from data.config import DataConfig
 from data.text.parts import content_text
 from data.text.records import Record
+from heads.common.typed import Json
 
 # A word is a run of letters, digits, _ and combining marks (\w lacks vowel signs). In scripts written without spaces
 # (Thai, Lao, Burmese, Khmer, kana and Chinese) every character is a word.
@@ -50,7 +50,7 @@ class Counts:
     trained: int = 0
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> "Counts":
+    def read(cls, values: Json) -> "Counts":
         """Return the counts from a dict that `asdict` returned."""
         return cls(**values | {name: Counter(values[name]) for name in COUNTERS})
 
@@ -72,7 +72,7 @@ class Counts:
             f"{self.trained / max(1, self.tokens):.0%} trained on"
         )
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Json:
         """Return the counts for JSON."""
         return {**asdict(self), **{name: dict(+getattr(self, name)) for name in COUNTERS}}
 

@@ -394,7 +394,7 @@ def joined(turns: list[Turn]) -> list[Turn]:
     return texts[::-1]
 
 
-def _mask(text: str, spans: list[template.Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _mask(text: str, spans: list[template.Span], tokenizer: PreTrainedTokenizerBase) -> Masked:
     """Return the text's tokens, and 1 for each token that is entirely in a span; the target writes no other.
 
     A token that seems to start before a span may follow a space outside every token; the prefix's own tokens decide.
@@ -441,7 +441,7 @@ def _token_at(character: int, encoded: Any, length: int) -> tuple[int, bool]:
     return index, min(begin, encoded.token_to_chars(index - 1)[1] if index else 0) >= character
 
 
-def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> Masked:
     """End every answer with the token that ends the target's turn.
 
     Templates may add a newline after it, which the target never samples, or omit the token until the next turn.

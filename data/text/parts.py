@@ -12,6 +12,7 @@ from data.text.files import filled
 from heads.common.untrusted import parse_json
 
 Message = dict[str, Any]
+Messages = list[Message]
 
 
 def _by_name(**names: str) -> dict[str, str]:
@@ -43,7 +44,7 @@ SPEAKERS = ROLES.keys() - {*CALLERS}
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
 FINISH = {
     *("finish_reason", "finishReason", "stop_reason", "stopReason", "done_reason"),
-    *("incomplete_details", "generation_info", "response_metadata"),
+    *("incomplete_details", "generation_info", "response_metadata", "amazon-bedrock-guardrailAction"),
 }
 ENDS = ("stop", "end_turn", "eos", "eos_token", "tool_use", "tool_calls")  # stop reasons that are not a stop string
 WEIGHTS = {"weight", "training", "train", "loss"}  # fields by which a message is not trained: OpenAI's; others'
@@ -57,11 +58,11 @@ BOOKKEEPING = {
 }  # fmt: skip
 CUT = (  # an answer that is cut off
     *("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded", "stop_sequence", "pause_turn"),
-    "model_length",
+    *("model_length", "incomplete"),
 )
 REFUSED = {
     "content_filter", "refusal", "safety", "guardrail_intervened", "content_filtered", "prohibited_content",
-    "recitation", "blocklist", "spii",
+    "recitation", "blocklist", "spii", "intervened",
 }  # fmt: skip
 MEDIA = {  # keys and types of content that is not text
     f"{before}{kind}{after}"
@@ -133,7 +134,7 @@ def text_of(value: Any) -> str:
     return "".join(map(_part_text, pieces))
 
 
-def _part_text(piece: dict[str, Any]) -> str:
+def _part_text(piece: Message) -> str:
     if PARTS.get(piece.get("type") or next(iter(piece), "")) == "nothing":
         return ""
     default = next((key for key in piece if key in MEDIA), "text" if "text" in piece else "json")
@@ -149,9 +150,9 @@ def _part_text(piece: dict[str, Any]) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=compact)
 
 
-def messages_of(items: Any) -> list[Message]:
+def messages_of(items: Any) -> Messages:
     """Return messages with OpenAI's keys and roles; items of the Responses API are joined into turns; refuse others."""
-    messages: list[Message] = []
+    messages: Messages = []
     for item in items:
         is_item = item.get("type") in PARTS and "role" not in item
         for message in _messages({"role": "assistant", "content": [item]} if is_item else item):
@@ -205,17 +206,18 @@ def _messages(raw: Message) -> Iterator[Message]:
             content = [{"type": "function_call", **call} for call in value]
     by_kind: dict[str, list[Any]] = {}
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    legacy = [{"type": "function_call", **raw["function_call"]}] if raw.get("function_call") else []
-    for piece in [*parts, *legacy]:
+    others: list[Any] = [raw["function_call"]] if raw.get("function_call") else []
+    others += raw.get("invalid_tool_calls") or ()  # LangChain's, of broken arguments
+    for piece in [*parts, *({**call, "type": "function_call"} for call in others)]:
         _take(piece, by_kind)
     calls = [_call(call) for call in parsed(raw.get("tool_calls")) or ()]
-    listed = {call.get("id") for call in calls}  # LangChain has a call both in its content and beside it
+    # LangChain has a call both in its content, for Gemini without an id, and beside it.
+    listed = {None, *(call.get("id") for call in calls)} if calls else ()
     calls = [call for call in map(_call, by_kind.get("call", ())) if call.get("id") not in listed] + calls
     for result in by_kind.get("result", ()):
         ids = next(({"tool_call_id": result[key]} for key in IDS if result.get(key)), {})
         named = {"name": result["name"]} if result.get("name") else {}
-        given = next((result[key] for key in ("content", "output", "response", "result") if key in result), "")
-        yield {"role": "tool", "content": text_of(given), **ids, **named}
+        yield {"role": "tool", "content": _result_text(result), **ids, **named}
     if raw.get("refusal") or "refusal" in by_kind:
         raise LeftOutError("a refusal", "its answer is a refusal")
     details: dict[str, list[Any]] = {}
@@ -227,18 +229,30 @@ def _messages(raw: Message) -> Iterator[Message]:
     if "reasoning" in details or "hidden" not in details:
         result |= {key: raw[key] for key in REASONING if isinstance(raw.get(key), str)}
         thought = thought or "".join(() if result.keys() & {*REASONING} else details.get("reasoning", ()))
-    cut = "length" if {*CUT} & {*finish_reasons(raw)} and role == "assistant" else ""
+    reasons = {str(raw.get("status")), *finish_reasons(raw)} if role == "assistant" else set[str]()
+    cut = "length" if {*CUT} & reasons else ""
     hidden = "hidden" in by_kind or "hidden" in details
-    others = {"reasoning_content": thought, "tool_calls": calls, "finish_reason": cut, HIDDEN: hidden}
-    result |= {key: value for key, value in others.items() if value}
-    result |= {"weight": 0} if any(raw[key] in (0, False) for key in raw.keys() & WEIGHTS) else {}
+    added = {"reasoning_content": thought, "tool_calls": calls, "finish_reason": cut, HIDDEN: hidden}
+    result |= {key: value for key, value in added.items() if value}
+    untrained = REFUSED & reasons or any(raw[key] in (0, False) for key in raw.keys() & WEIGHTS)
+    result |= {"weight": 0} if untrained else {}
     if "result" not in by_kind or {*by_kind} - {"result", "nothing"} or calls:
         yield result
 
 
+def _result_text(result: Message) -> str:
+    """Return the text of a tool's result; a `response` or `result` without known parts is any JSON (Gemini, OTel)."""
+    key = next((key for key in ("content", "output", "response", "result") if key in result), "")
+    value = result.get(key, "")
+    listed = value if isinstance(value, list) and value else [value]
+    are_parts = all(isinstance(one, dict) and one.get("type") in PARTS for one in listed)
+    is_text = key in ("content", "output") or isinstance(value, str | None) or are_parts
+    return text_of(value) if is_text else json.dumps(value, ensure_ascii=False)
+
+
 def _steps(raw: Message) -> Iterator[Message]:
     """Yield the AI SDK's message for the UI as those of its steps: what the model wrote, then its tools' results."""
-    steps: list[list[Message]] = [[]]
+    steps: list[Messages] = [[]]
     for piece in raw["parts"]:
         steps += [[]] if piece.get("type") == "step-start" else []
         steps[-1] += [piece] if piece.get("type") != "step-start" else []
@@ -264,7 +278,7 @@ def _steps(raw: Message) -> Iterator[Message]:
             yield {"role": "tool", "content": results}
 
 
-def _take(piece: dict[str, Any], by_kind: dict[str, list[Any]]) -> None:
+def _take(piece: Message, by_kind: dict[str, list[Any]]) -> None:
     """Add a part's content to the lists of its kind."""
     piece = {key: value for key, value in piece.get("message_content", piece).items() if value is not None}
     name = piece.get("type") or next((key for key in piece if key in PARTS), next(iter(piece), "none"))
@@ -288,7 +302,7 @@ def _take(piece: dict[str, Any], by_kind: dict[str, list[Any]]) -> None:
         raise unread(kind)
 
 
-def _call(call: dict[str, Any]) -> Message:
+def _call(call: Message) -> Message:
     """Return a call in OpenAI's format, except that the arguments are an object, as chat templates expect."""
     call = filled(call, (*GIVEN, "input", "args"))
     function = dict(call.get("function") or call.get("custom") or {"name": call.get("name", call.get("toolName"))})
@@ -307,7 +321,7 @@ def tools_of(value: Any) -> tuple[Message, ...]:
     listed = parsed(value or [])
     if not isinstance(listed, list):
         raise TypeError("tools are no list")
-    tools: list[Message] = []
+    tools: Messages = []
     several = (tool.get("functionDeclarations", tool.get("function_declarations", [tool])) for tool in listed)
     for given in (filled(tool, (*GIVEN, "input_schema")) for declared in several for tool in declared):
         tool = parsed(given.get("toolSpec", given.get("json_schema", given)))

@@ -12,7 +12,7 @@ from glob import has_magic
 from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -34,7 +34,6 @@ from heads.common.typed import Json, convert
 from inference.target.tokenizer import text_ids
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 LOST = 1 / 5  # maximum share of bad records; a larger share stops a run

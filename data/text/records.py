@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from data.text.parts import CUT, BadSampleError, LeftOutError, Message
+from data.text.files import Raw
+from data.text.parts import CUT, BadSampleError, LeftOutError, Messages
 from data.text.shapes import ANSWERS, QUESTIONS, SHAPES, Chat, chat_of
-from data.text.streams import Raw, at
+from data.text.streams import at
 
 IDS = (
     *("id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id"),
@@ -116,7 +117,7 @@ class Record(NamedTuple):
 
     id: str  # its own id, or its index in the source
     category: str  # its own, or empty
-    messages: list[Message]  # a chat's, with OpenAI's keys and role names; empty for a plain text
+    messages: Messages  # a chat's, with OpenAI's keys and role names; empty for a plain text
     text: str  # a plain text, or a chat's text if the record has it
     tools: tuple[Raw, ...] = ()  # the functions that the assistant may call, as OpenAI has them
     source: str = ""  # the name of its source

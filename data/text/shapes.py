@@ -7,8 +7,9 @@ import re
 from typing import Any, NamedTuple
 
 from data.text import parts, streams
-from data.text.parts import BadSampleError, LeftOutError, Message, finish_reasons, messages_of
-from data.text.streams import Raw, at, check_error, opened
+from data.text.files import Raw
+from data.text.parts import BadSampleError, LeftOutError, Message, Messages, finish_reasons, messages_of
+from data.text.streams import at, check_error, opened
 
 REPLIES = ("response", "choices", "completion", "chosen", "preferred_output", "output", "gen_ai.output.messages")
 # Shapes of records; the first that matches counts. Each has a name and the paths of request and reply, with keys joined
@@ -82,7 +83,8 @@ NO_CALLS = {
 }
 COUNTED = (  # the tokens of reasoning, by the reply's usage
     *("usage/completion_tokens_details/reasoning_tokens", "usage/output_tokens_details/reasoning_tokens"),
-    "usageMetadata/thoughtsTokenCount",
+    *("usageMetadata/thoughtsTokenCount", "usage_metadata/thoughts_token_count"),
+    *("usage_metadata/output_token_details/reasoning", "usageDetails/output_reasoning_tokens"),
 )
 RENDERED = re.compile(  # what a chat template, or a client of an older API, writes between turns
     r"<\|(?:im_start|start_header_id|start|user|begin_of_text)\|>|\[INST\]|<start_of_turn>|\n\nHuman:|<\uff5cUser\uff5c>"
@@ -93,7 +95,7 @@ class Chat(NamedTuple):
     """A record as a chat."""
 
     shape: str
-    messages: list[Message]
+    messages: Messages
     tools: tuple[Message, ...] = ()
     model: str = ""  # the model that wrote the reply, as the record names it
     notes: tuple[str, ...] = ()  # keys for `Counts`
@@ -173,8 +175,11 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     notes = [str(note) for note in at(raw, "claude_code/notes") or ()]
     if reply is None and raw.keys() & streams.ERRORS and items[-1].get("role") != "assistant":
         check_error(raw)
-    offered = [item["content"] for item in items if item.get("role") == "tool" and type(item.get("content")) is dict]
-    messages = messages_of([item for item in items if item.get("content") not in offered])  # Langfuse's tools
+    definitions = (item.get("content") for item in items if item.get("role") == "tool" and "tool_call_id" not in item)
+    offered = [content for content in definitions if type(content) is dict]  # Langfuse's tools
+    # google-genai's calls and results before a reply, behind the request's contents.
+    called = at(reply, "automatic_function_calling_history") or at(reply, "automaticFunctionCallingHistory")
+    messages = messages_of(called or [item for item in items if item.get("content") not in offered])
     givers = ((holder, key) for holder in (request, reply) for key in SYSTEM)  # a reply of Responses repeats them
     system: Any = next((value for giver in givers if isinstance(value := at(*giver), str | list | dict)), "")
     system = parts.parsed(system) if "gen_ai.system_instructions" in request else system
@@ -184,8 +189,10 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     if instruction and (messages[0]["role"] != "system" or request.get("instructions")):  # Responses allows both
         messages.insert(0, {"role": "system", "content": instruction})
     if "gen_ai.input.messages" in request and isinstance(reply, list):  # each choice is a chat
-        reason = next(iter(request.get("gen_ai.response.finish_reasons") or ()), None)
-        reply = [{"message": choice, "finish_reason": reason} for choice in reply]
+        reason = next(iter(parts.parsed(request.get("gen_ai.response.finish_reasons")) or ()), None)
+        thoughts = [choice["content"] for choice in reply if choice.get("role") == "thinking"]  # OpenLLMetry's
+        spoken = ({"reasoning": "".join(thoughts) or None, **choice} for choice in reply)
+        reply = [{"message": one, "finish_reason": reason} for one in spoken if one.get("role") != "thinking"]
     if reply is not None:
         replied = _answered(reply, notes)
         messages = replied if any(message["role"] == "user" for message in replied) else messages + replied
@@ -198,12 +205,13 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     earlier: list[Any] = [isinstance(holder.get("conversation"), str | dict) for holder in holders]
     earlier += [holder.get(key) for holder in holders for key in EARLIER]
     notes += ["whose earlier turns the record does not hold"] * any(earlier)
-    if any(parts.SHORTENED.search(message["content"]) for message in messages):
+    written = (str(message.get(key, "")) for message in messages for key in ("content", "tool_calls", *parts.REASONING))
+    if any(map(parts.SHORTENED.search, written)):
         raise LeftOutError(streams.CUT_OFF, f"holds {streams.CUT_OFF}")
     if media := parts.media_in(request) or parts.media_in(raw):
         raise parts.unread(media)
-    tools = next((value for path in TOOLS for holder in (request, raw) if (value := at(holder, path))), None)
-    return Chat(name, messages, parts.tools_of(tools or offered), model, tuple(notes))
+    listed = next((value for path in TOOLS for holder in (request, raw) if (value := at(holder, path))), None)
+    return Chat(name, messages, parts.tools_of(listed or offered), model, tuple(notes))
 
 
 def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
@@ -236,7 +244,7 @@ def _question(text: str) -> Raw:
     return {"role": "user", "content": streams.whole(text)}
 
 
-def _answered(reply: Any, notes: list[str]) -> list[Message]:
+def _answered(reply: Any, notes: list[str]) -> Messages:
     """Return a reply's messages; the last message is marked if it was cut off."""
     reasons: list[str] = []
     while not _are_items(reply := streams.joined(reply, notes)):
@@ -250,15 +258,16 @@ def _answered(reply: Any, notes: list[str]) -> list[Message]:
             check_error(reply)
             reasons += finish_reasons(reply)
             body = opened(reply.get("body"))
-            if isinstance(body, dict) or streams.events_of(body):
-                reply = body
+            is_call = parts.PARTS.get(str(reply.get("type"))) == "call"  # Langfuse's, of a reply with one item
+            if is_call or isinstance(body, dict) or streams.events_of(body):
+                reply = [reply] if is_call else body
                 continue
             holder = next((reply[key] for key in HOLDERS if reply.get(key)), None)
             if "tokens_predicted" in reply or (holder is None and isinstance(reply.get("text"), str)):  # llama.cpp's
                 raise TypeError("a completion of a text is no chat")
             has_content = isinstance(reply.get("content"), str | list)
             has_data = "type" in reply and isinstance(reply.get("data"), dict)
-            if has_content or has_data or reply.keys() & {"role", "parts", "kwargs", "from"}:
+            if has_content or has_data or reply.keys() & {"role", "parts", "kwargs", "from", "tool_calls"}:
                 reply = [{"role": "assistant", **reply}]
                 continue
             reply = holder or [{"role": "assistant"}]

@@ -3,9 +3,8 @@
 import re
 from typing import Any
 
+from data.text.files import Raw
 from data.text.parts import LeftOutError, finish_reasons, parsed
-
-Raw = dict[str, Any]
 
 ERRORS = {"error", "errorCode", "error.type", "error_str", "exception"}
 STATUS = {"status_code", "response_status", "status", "level", "type"}
@@ -99,7 +98,8 @@ def joined(reply: Any, notes: list[str]) -> Any:
     events = [next((event[name] for name in CONVERSE if name in event), event) for event in events]
     choices = [choice for event in events for key in CHOICES for choice in event.get(key) or ()]
     stream_keys = EVENTS - {"done"} if any({"role", "done"} <= event.keys() for event in events) else EVENTS
-    if not lines and not any(inner.keys() & stream_keys for inner in (*events, *choices)):
+    are_whole = any(event.keys() >= {"delta", "message"} for event in events)  # Helicone's choices
+    if not lines and (are_whole or not any(inner.keys() & stream_keys for inner in (*events, *choices))):
         return reply
     notes += [FURTHER] * any(choice.get("index") for choice in choices)
     message: Raw = {"role": "assistant"}
@@ -109,7 +109,7 @@ def joined(reply: Any, notes: list[str]) -> Any:
     ends: list[Any] = []  # whether the answer ends, by each event that may end it
     for event in events:
         response, delta, kind = event.get("response"), event.get("delta"), str(event.get("type"))
-        index = event.get("index", event.get("contentBlockIndex"))
+        index = event.get("index" if kind.startswith("content_block") else "contentBlockIndex")
         if isinstance(response, dict) and response.get("status") not in (None, "queued", "in_progress"):
             return dict(response)
         check_error(event)
@@ -148,7 +148,10 @@ def _merge(into: Raw, delta: Raw) -> None:
     """Add a stream's delta: text is appended; a call is identified by its index until another id or name comes."""
     for key, value in delta.items():
         if isinstance(value, list) and key != "tool_calls":
-            into[key] = [*(into.get(key) or ()), *value]
+            old = into.get(key) or ()
+            into[key] = [*([{"text": old}] if isinstance(old, str) else old), *value]
+        elif isinstance(value, str) and isinstance(into.get(key), list):
+            into[key].append({"type": "text", "text": value})
         elif isinstance(value, list):
             calls = into.setdefault(key, {})
             for call in value:
@@ -162,5 +165,5 @@ def _merge(into: Raw, delta: Raw) -> None:
             _merge(into.setdefault(key, {}), value)
         elif isinstance(value, str) and key not in WHOLE:
             into[key] = into.get(key, "") + value
-        elif value is not None:
+        elif value not in (None, ""):
             into[key] = value

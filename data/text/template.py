@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data.text.parts import Message, content_text, parsed
+from data.text.parts import Message, Messages, content_text, parsed
 from inference.target.tokenizer import RenderError, rendering, tokenize
 
-T = TypeVar("T")
-Messages = list[Message]
 Span = tuple[int, int]
 
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)

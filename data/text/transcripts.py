@@ -9,8 +9,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from data.text.files import Raw
 from data.text.parts import PARTS, parsed
-from data.text.streams import Raw, at
+from data.text.streams import at
 
 Records = list[Raw]
 Yielded = Iterator[Raw]
@@ -19,6 +20,9 @@ MESSAGE = {"role", "content", "parts", "ts"}  # keys of a message, where a file 
 COLUMN = "attributes."  # prefix of the columns in which Phoenix exports a span's attributes
 COMPACTED = ("compaction", "compaction_summary")  # items that stand for turns which the server keeps
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
+# Starts of messages that Codex itself writes as the user.
+CODEX_USER = ("environment_context", "user_instructions", "skill", "user_shell_command", "turn_aborted")
+CONTEXT = re.compile(rf"\s*(<({'|'.join(CODEX_USER)}|subagent_notification)>|# AGENTS\.md instructions)")
 SYNTHETIC = "<synthetic>"  # model name of lines that Claude Code itself wrote
 SNAPSHOT = "ghost_snapshot"  # an item for Codex's own use
 OTHER_NAMES = {  # prefixes of flat lists (`PREFIX.0.…`) in other conventions -> OpenTelemetry's names
@@ -86,7 +90,7 @@ def _are_records(value: Any) -> bool:
     return bool(value) and isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
-def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
+def _claude_code(lines: Records) -> Yielded:
     """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained once.
 
     The branch with the most assistant lines comes first; later branches have the turns shared with it as context. A
@@ -159,22 +163,33 @@ def _codex(lines: Records) -> Yielded:
     items: Records = []
     for line in [*lines, {"type": "session_meta", "payload": {}}]:
         kind, payload = line.get("type"), line.get("payload") or {}
-        if kind in ("session_meta", "compacted"):
+        turns = [i for i, item in enumerate(items) if _asks(item)] if kind in ("compacted", "event_msg") else []
+        if kind == "session_meta" and payload.get("id") == meta.get("id", 0):  # written again
+            meta = meta | payload
+        elif kind in ("session_meta", "compacted"):
             if items:
                 instructions = (meta.get("base_instructions") or {}).get("text") or meta.get("instructions") or ""
                 left = [item for item in items if item.get("type") not in COMPACTED]
                 earlier = len(items) - len(left)
                 yield {**meta, "codex": {"instructions": instructions, "input": left, "previous_response_id": earlier}}
             meta = payload if kind == "session_meta" else meta
-            summary = [{"role": "user", "content": payload["message"]}] if payload.get("message") else []
-            items = [{**item, "weight": 0} for item in payload.get("replacement_history") or summary]
+            summary = {"role": "user", "content": payload.get("message")}
+            summarised = [*(items[i] for i in turns), summary] if payload.get("message") else []
+            items = [{**item, "weight": 0} for item in payload.get("replacement_history") or summarised]
         elif kind == "turn_context":
             meta = meta | {"model": payload.get("model")}
         elif payload.get("type") == "thread_rolled_back":  # the user's last turns, with all behind them
-            turns = [i for i, item in enumerate(items) if item.get("role") == "user"]
-            del items[turns[-payload["num_turns"]] if payload["num_turns"] <= len(turns) else 0 :]
+            count = min(payload["num_turns"], len(turns))
+            del items[turns[-count] if count else len(items) :]
         elif kind == "response_item" and payload.get("type") != SNAPSHOT:
             items.append(payload)
+
+
+def _asks(item: Raw) -> bool:
+    """Return whether an item of Codex is the user's own turn."""
+    content: Any = item.get("content")
+    texts = [piece.get("text") for piece in content] if isinstance(content, list) else [content]
+    return item.get("role") == "user" and not any(CONTEXT.match(str(text)) for text in texts)
 
 
 def _spans(lines: Records) -> Yielded:
@@ -201,7 +216,7 @@ def _fields(holder: Raw) -> Raw:
     return {item["key"]: _value(item["value"]) for item in holder.get("attributes", ())}
 
 
-def _span(lines: list[Raw]) -> Iterator[Raw]:
+def _span(lines: Records) -> Yielded:
     """Yield a span; messages in a field or an event each, as older conventions have them, become lists."""
     (raw,) = lines
     given: Raw = {name.removeprefix(COLUMN): value for name, value in (raw.get("attributes") or raw).items()}
@@ -232,6 +247,9 @@ def _span(lines: list[Raw]) -> Iterator[Raw]:
         if prefix:
             parent[last] = value
     lists = {OTHER_NAMES[key]: _listed(value) for key, value in tree.items() if key in OTHER_NAMES}
+    request, response = parsed(given.get("input.value")), parsed(given.get("output.value"))
+    if at(response, "object") == "response" and isinstance(request, dict):  # flattened as if its items were choices
+        raw, lists = {**raw, "request": request, "response": response}, {}
     yield {**raw, "attributes": lists | given}
 
 

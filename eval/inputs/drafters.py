@@ -96,7 +96,7 @@ def check_drafters(config: DraftersConfig) -> None:
     """Refuse unknown drafters and options, runs without a head, and invalid trees, before the target is loaded."""
     for name, options in config.drafter.items():
         if name in ("head", "hybrid"):
-            for folder in _folders(config).values():
+            for folder in head_folders(config).values():
                 saved_tree(folder, config.tree)
         if name == "hybrid":
             configured("hybrid.lookup", build(Hybrid.Config, dict(options), "drafter.hybrid").lookup)
@@ -123,7 +123,7 @@ def load_drafters(config: DraftersConfig, target: Target) -> Drafters:
     return drafters
 
 
-def _folders(config: DraftersConfig) -> dict[str, Path]:
+def head_folders(config: DraftersConfig) -> dict[str, Path]:
     """Return the heads' folders by their names in the report."""
     runs = [*config.runs(), *config.compare]
     if not runs:
@@ -133,4 +133,4 @@ def _folders(config: DraftersConfig) -> dict[str, Path]:
 
 def _heads(config: DraftersConfig, target: Target) -> Drafters:
     """Return the heads of all runs, each with its saved tree."""
-    return {name: load_drafter(folder, config.tree, target, name) for name, folder in _folders(config).items()}
+    return {name: load_drafter(folder, config.tree, target, name) for name, folder in head_folders(config).items()}

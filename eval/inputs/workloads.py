@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from data.config import DataConfig
 from data.text.masks import samples_of
-from data.text.parts import Message, content_text
+from data.text.parts import Messages, content_text
 from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, read_prompts, split_text
 from data.text.records import Pretokenized, Record
 from data.text.sources import check_source
@@ -314,7 +314,7 @@ def _named(name: str, record: Readable, read: Callable[[Readable, str], Iterable
 
 def _turns(record: Record, target: Target, answer: Answer) -> Iterator[Prompt]:
     """Yield a prompt for each question of a dialogue; the target writes the answers that are not recorded."""
-    chat: list[Message] = []
+    chat: Messages = []
     turn, last = 0, Prompt(record.id, [], record.category)
     messages, tokenizer = record.messages, target.tokenizer
     for message in with_opening(messages, tokenizer, record.tools) if tokenizer.chat_template else messages:

@@ -44,7 +44,8 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
         register_resolvers()
         # `user_errors` is inside `hydra.main`, which would otherwise print the task's errors with all overrides.
-        composed = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(user_errors()(task))
+        run = exit_this_run()(user_errors()(task))
+        composed = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(run)
 
         @wraps(task)
         def main() -> None:

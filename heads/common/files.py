@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+from heads.common.typed import Json
 from heads.common.untrusted import parse_json, regular
 
 CHECKSUM = "sha256"
@@ -111,16 +111,16 @@ def write_json(path: Path, content: object) -> None:
     atomic_write(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def write_checked(path: Path, content: dict[str, Any]) -> None:
+def write_checked(path: Path, content: Json) -> None:
     """Write a JSON object with a checksum of itself, atomically."""
     atomic_write(path, (json.dumps({**content, CHECKSUM: checksum(content)}, indent=1) + "\n").encode())
 
 
-def read_checked(path: Path) -> dict[str, Any]:
+def read_checked(path: Path) -> Json:
     """Return the content of a file of `write_checked`; refuse one whose checksum is missing or differs."""
     regular(path)
     try:
-        content: dict[str, Any] = parse_json(path.read_bytes())
+        content: Json = parse_json(path.read_bytes())
         recorded = content.pop(CHECKSUM)
         right = recorded == checksum(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from heads.common import gguf
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line
-from heads.common.typed import LARGEST
+from heads.common.typed import LARGEST, Json
 from heads.common.untrusted import entries, parse_json, regular, shown
 
 DEEP = 20  # target layers from which on one decoder layer per drafted token is cheap
@@ -68,7 +68,7 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
     return config
 
 
-def has_text_tower(values: dict[str, Any]) -> bool:
+def has_text_tower(values: Json) -> bool:
     """Return whether a config.json belongs to a multimodal checkpoint: images or sound next to text."""
     return isinstance(values.get("text_config"), dict) and any(values.get(tower) for tower in TOWERS)
 
@@ -90,7 +90,7 @@ def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
     return text
 
 
-def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -> dict[str, Any]:
+def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -> Json:
     """Return the values of a config.json as a dict, without importing transformers, which takes two seconds.
 
     A missing or refused config.json raises a ValueError in one line, without the path.
@@ -176,7 +176,7 @@ def up_to_width(path: str, rank: int) -> int:
         return rank
 
 
-def best_head(path: str, shape: Any, trust_remote_code: bool) -> tuple[dict[str, Any], str]:
+def best_head(path: str, shape: Any, trust_remote_code: bool) -> tuple[Json, str]:
     """Return the options of the recommended head for a target (docs/heads.md, "Which head"), and the reason in words.
 
     A target with few layers gets mlp, unless mlp trains more than a tenth of the target's parameters and more than mtp.

@@ -66,6 +66,7 @@ RowLength = Annotated[int, Within(2, 1 << 24)]  # tokens
 Amount = Annotated[float, Within(0, MACHINE.most)]
 Positive = Annotated[float, Within(0, MACHINE.most, above=True)]
 Fraction = Annotated[float, Within(0, 1)]
+Share = Annotated[float, Within(0, 1, above=True)]
 Decay = Annotated[float, Within(0, 1, below=True)]
 
 

@@ -7,13 +7,12 @@ all sequences use the model-free draft, the head does not draft.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import torch
 from torch.nn.functional import pad
 
 from heads.base import Tokens
-from heads.common.typed import Amount, Json, Within
+from heads.common.typed import Amount, Json, Share
 from heads.shapes import Nodes, PerSequence
 from inference.drafters.host import HostBatch, HostDrafter
 from inference.protocol import Contexts, Drafted, Drafter, DraftInputs, DraftPlan, PassLogits, Proposal
@@ -38,7 +37,7 @@ class Hybrid(Drafter):
         """The head's initial acceptance, the weight of the newest draft in the means, and the lookup's options."""
 
         expected: Amount
-        weight: Annotated[float, Within(0, 1, above=True)]
+        weight: Share
         lookup: Json
 
     def __init__(self, config: Config, head_drafter: Drafter, lookup: HostDrafter, name: str) -> None:

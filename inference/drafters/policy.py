@@ -358,14 +358,14 @@ def grow_batch(
 
 def sampled_shape(config: TreeConfig, max_depth: int) -> tuple[int, ...] | None:
     """Return the parents of a policy's nodes down to a depth; None if the policy never samples."""
-    return None if (config.kind == "static" or config.kind in BY_CONFIDENCE) else _parents(_paths(config, max_depth))
+    return None if (config.kind == "static" or config.kind in BY_CONFIDENCE) else parents_of(_paths(config, max_depth))
 
 
 def _paths(config: TreeConfig, max_depth: int) -> tuple[RankPath, ...]:
     return tuple(path for path in config.shape() if len(path) <= max_depth)
 
 
-def _parents(paths: Sequence[RankPath]) -> tuple[int, ...]:
+def parents_of(paths: Sequence[RankPath]) -> tuple[int, ...]:
     """Return the parents of a fixed shape's nodes: the root's, then those of `paths`."""
     index = {path: node for node, path in enumerate(((), *paths))}
     return (-1, *(index[path[:-1]] for path in paths))
@@ -392,7 +392,7 @@ def _shape(paths: tuple[RankPath, ...], device: torch.device) -> tuple[list[Shap
         indices = [above.index(path[:-1]) for path in new], [path[-1] for path in new], inner
         levels.append(ShapeLevel(1 + max(indices[1]), *(torch.tensor(index, device=device) for index in indices)))
         above = [new[i] for i in inner]
-    parent = torch.tensor(_parents(paths), device=device)
+    parent = torch.tensor(parents_of(paths), device=device)
     return levels, trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from heads.base import Tokens
 from heads.common.typed import LARGEST, Count, Within
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.drafters.policy import TreeConfig
+from inference.drafters.policy import TreeConfig, parents_of
 from inference.protocol import CommittedTokens, DraftContext, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
@@ -43,8 +43,8 @@ class Recycling(HostDrafter):
         if any(rank >= config.candidates for path in config.paths for rank in path):
             raise ValueError(f"drafter.{name}.paths: a rank runs from 0 to candidates - 1, {config.candidates - 1}")
         self.config, self.name, self.tree, paths = config, name, tree.label, tree.shape()
-        index = {path: node for node, path in enumerate([(), *paths])}
-        self.nodes = [(len(path), index[path[:-1]], path[-1]) for path in paths]  # depth, parent, rank
+        above = parents_of(paths)[1:]
+        self.nodes = [(len(path), p, path[-1]) for path, p in zip(paths, above, strict=True)]  # depth, parent, rank
         self.remembers = config.memory
         self.candidates: dict[int, Tokens] = {}
 

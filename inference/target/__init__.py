@@ -5,7 +5,7 @@ target.py           `Target`: a loaded target with checked masks and cache
 embeddings.py       embedding and lm_head, which heads read
 embeddings_only.py  a target without its decoder layers
 loading.py          loading by transformers, quantisation, and PEFT adapters
-tokenizer.py        text to tokens and back, chat templates, and the tokens that end an answer
+tokenizer.py        text to tokens and back, and errors of chat templates
 placement.py        placement: replicated, tensor-parallel, over several devices, offloaded
 packed.py           packed weights of linear layers on a CPU
 attention.py        attention: grouped-query without repeated keys and values, and over packed documents

@@ -14,7 +14,7 @@ targets verify chains.
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -28,13 +28,12 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from heads.common.typed import Json
+from heads.modules.attention import KeyValue
 from heads.shapes import Nodes, PerSequence
 from inference.verification.tree import AncestorMask
 
-T = TypeVar("T")
 Args = tuple[Any, ...]  # a call's, by position
-Named = dict[str, Any]  # and by name
-KeysValues = tuple[Tensor, Tensor]
 KV_BUCKET = 256  # padded passes read a multiple of this many entries
 CAPACITY_MULTIPLE = 64  # capacities are multiples of it, so attention can be split into equal pieces
 STATE = ("conv_states", "recurrent_states", "has_previous_state")  # the attributes of a layer that a pass changes
@@ -63,7 +62,7 @@ class BatchLayer(DynamicLayer):
         self.both, self.slot, self.write_index, self.end = (keys, values), slot, write_index, end
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysValues:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeyValue:
         """Write each sequence's new entries and return all entries up to the end."""
         slot, write_index = (index.to(key_states.device) for index in (self.slot, self.write_index))  # to its device
         for buffer, states in zip(self.both, (key_states, value_states), strict=True):
@@ -117,7 +116,7 @@ class Storage:
     def __init__(self, size: int, layout: Layout, few_sizes: bool = False) -> None:
         self.size, self.layout, self.capacity, self.few_sizes = size, layout, 0, few_sizes
         self.blocks: list[Tensor] = []
-        self.layers: dict[int, KeysValues] = {}
+        self.layers: dict[int, KeyValue] = {}
 
     @property
     def nbytes(self) -> Counter[torch.device]:
@@ -141,7 +140,7 @@ class Storage:
                 for before, after in zip(pair, self.layers[layer], strict=True):
                     after[:, :, : before.shape[2]] = before
 
-    def fit(self, layer: int, keys: Tensor, values: Tensor, end: int) -> KeysValues:
+    def fit(self, layer: int, keys: Tensor, values: Tensor, end: int) -> KeyValue:
         """Return a layer's buffers of at least `end` entries a sequence, for keys and values of this spec."""
         if end > self.capacity:
             self.reserve(2 * end)
@@ -198,7 +197,7 @@ class SequenceLayer(DynamicLayer):
         init()
         self.storage, self.index, self.slot, self.length = storage, index, slot, 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysValues:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeyValue:
         """Append entries and return all of them."""
         new, slot = key_states.shape[2], slice(self.slot, self.slot + 1)
         end = self.length + new
@@ -275,7 +274,7 @@ class Call(NamedTuple):
 
     mixer: nn.Module
     args: Args
-    kwargs: Named
+    kwargs: Json
 
     def replay(self, total: int, count: int) -> None:
         """Run the mixer over the first `count` of `total` tokens."""
@@ -300,7 +299,7 @@ class HybridLayer(LinearAttentionAndFullAttentionLayer):
         super().__init__()
         self.entries = entries
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysValues:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeyValue:
         """Append entries and return all of them."""
         return self.entries.update(key_states, value_states)
 
@@ -319,13 +318,13 @@ class Recurrence:
                 module.register_forward_pre_hook(self.note, with_kwargs=True)
                 module.register_forward_hook(self.find, with_kwargs=True)
 
-    def note(self, module: Any, args: Args, kwargs: Named) -> None:
+    def note(self, module: Any, args: Args, kwargs: Json) -> None:
         """Record a mixer's arguments."""
         states, index = _states(args, kwargs), module.layer_idx
         if states is not None and states.calls is not None and index in self.mixers and self.mixers[index] is module:
             states.calls[index] = Call(module, args, kwargs)
 
-    def find(self, module: Any, args: Args, kwargs: Named, _output: Any) -> None:
+    def find(self, module: Any, args: Args, kwargs: Json, _output: Any) -> None:
         """Find a layer's mixer: the innermost module after whose first call the layer has a state."""
         index, states = module.layer_idx, _states(args, kwargs)
         if index in self.mixers or states is None:
@@ -357,7 +356,7 @@ class RecurrentCache(TargetCache):
                 is_hybrid = isinstance(layer, LinearAttentionCacheLayerMixin)
                 layers[index] = HybridLayer(self.attention[-1]) if is_hybrid else self.attention[-1]
         self.hf = RecordingCache(layers=layers)
-        self.before: dict[int, Named] | None = None
+        self.before: dict[int, Json] | None = None
 
     @property
     def recurrent(self) -> dict[int, Any]:
@@ -393,6 +392,6 @@ class RecurrentCache(TargetCache):
         self.set_length(prefix + count)
 
 
-def _states(args: Args, kwargs: Named) -> RecordingCache | None:
+def _states(args: Args, kwargs: Json) -> RecordingCache | None:
     """Return the `RecordingCache` among a module's arguments, if there is one."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, RecordingCache)), None)

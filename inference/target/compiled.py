@@ -36,7 +36,7 @@ def allow_forms() -> None:
 
 @contextmanager
 def compiling(failure: str, option: str) -> Iterator[None]:
-    """DraftContext in which torch.compile may compile.
+    """Context in which torch.compile may compile.
 
     Raises:
         ValueError: compiling fails: the `failure`, the cause, and the option that avoids it.

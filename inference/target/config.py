@@ -10,6 +10,7 @@ from inference.target.loading import AS_IT_IS, METHODS, note_dtype
 from inference.target.placement import AUTO, OFFLOADS, PLACEMENTS, REPLICATE, Placement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+Dtype = Annotated[str, OneOf(("auto", *DTYPES))]
 # Defaults for a target without a file in conf/model, which a published head or a caller names.
 DEFAULTS: Json = {
     "name": "", "path": "", "dtype": "auto", "quantize": None, "adapter": None, "device": None,
@@ -24,7 +25,7 @@ class ModelConfig:
 
     name: str
     path: str
-    dtype: Annotated[str, OneOf(("auto", *DTYPES))]
+    dtype: Dtype
     quantize: Annotated[str, OneOf((AS_IT_IS, *METHODS))] | None
     adapter: str | None
     device: str | None

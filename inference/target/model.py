@@ -20,7 +20,7 @@ from heads import rows
 from heads.base import Features, Layers, to_device
 from heads.common.target_config import EXPERTS, cache_argument, context_of
 from heads.modules import tree_attention
-from heads.shapes import Nodes, Sequences
+from heads.shapes import Nodes, Rows, Sequences
 from inference.target import loading
 from inference.target.attention import (
     ATTENTION,
@@ -50,7 +50,7 @@ class TargetOutput(NamedTuple):
     """The output of a target pass: hidden states of the feature layers, the final-normed last one, and logits."""
 
     hidden: Float[Tensor, "B T L D"]
-    last_hidden: Float[Tensor, "B T D"]
+    last_hidden: Rows
     logits: Float[Tensor, "B R V"] | None
 
 
@@ -144,7 +144,7 @@ class TargetModel:
         incompatibility: the reason if `takes_trees` is false.
         compiled: the compiled verification passes; None if they are not compiled.
         compiles_drafts: whether heads' drafting is compiled.
-        switch: the switch of its longrope; None without one.
+        longrope: the switch of its longrope; None without one.
         max_model_len: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
         quantized: how its weights are quantised, None if they are not.

@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig
 
 from heads.base import to_device
 from heads.common.target_config import read_target_config
+from heads.common.typed import Json
 from heads.formats.weights import FEW, digest
 from inference.target.checkpoint import fingerprint, fingerprint_on_disk
 from inference.target.embeddings import TargetEmbeddings
@@ -157,7 +158,7 @@ def check_shape(config: PreTrainedConfig, group: int, path: str) -> None:
 
 def options(
     placement: Placement, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, trust: bool
-) -> dict[str, Any]:
+) -> Json:
     """Return from_pretrained's options for a placement, empty for replicate; refuse sizes that do not fit."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -165,8 +166,8 @@ def options(
     if placement.kind == TENSOR_PARALLEL and placement.group_size > 1:
         size, copies = placement.group_size, world // placement.group_size
         check_shape(config.get_text_config(), size, str(config.name_or_path))
-        sizes: dict[str, Any] = {"tp_size": size}
-        extra = dict[str, Any]()
+        sizes: Json = {"tp_size": size}
+        extra = Json()
         if copies > 1 and "dp_replicate_size" in DistributedConfig.__dataclass_fields__:
             sizes["dp_replicate_size"] = copies
         elif copies > 1:  # older versions of transformers take replicas as a further mesh dimension

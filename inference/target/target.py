@@ -108,7 +108,7 @@ class Target(TargetModel):
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
-        """DraftContext in which new batches neither capture steps nor compile drafts."""
+        """Context in which new batches neither capture steps nor compile drafts."""
         before = self.captures, self.compiles_drafts
         self.captures = self.compiles_drafts = False
         try:

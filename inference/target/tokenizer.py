@@ -1,4 +1,4 @@
-"""A target's tokenizer: text to tokens, and the tokens that end an answer."""
+"""A target's tokenizer: text to tokens and back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

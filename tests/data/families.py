@@ -31,8 +31,7 @@ CASES = [
 
 @cache
 def _tiny() -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(TINY)
-    return tokenizer
+    return AutoTokenizer.from_pretrained(TINY)
 
 
 @cache

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from data.batches import Packed, pack
-from data.features.store import Copying, SequenceTensors, StoreSpec
+from data.features.store import Copying, StoreSpec
 from data.text.masks import Sample
+from heads.base import NamedTensors
 from tests import toys
 
 SPEC = StoreSpec("print", "toy", None, (0, 2), 8, 40, "data", rows=11, length=6, dtype="bf16", shard_rows=2)
@@ -18,7 +19,7 @@ def spec(**changed: Any) -> StoreSpec:
     return replace(SPEC, **changed)
 
 
-def made(rows: list[int]) -> SequenceTensors:
+def made(rows: list[int]) -> NamedTensors:
     """Return tensors that follow from the rows' numbers."""
     found = []
     for row in rows:

@@ -29,8 +29,7 @@ def tell(record: Record, *replies: Reply, **changed: Any) -> Outcome:
         assert made.ask() is not None
         made.take(reply)
     assert made.ask() is None
-    outcome: Outcome = made.outcome()
-    return outcome
+    return made.outcome()
 
 
 @pytest.mark.parametrize(

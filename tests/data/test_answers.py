@@ -49,8 +49,7 @@ def answer(out: Path, how: Any = None, of: list[Record] | None = None, **changed
 
 
 def meta(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(out.with_name(out.name + ".meta.json").read_text())
-    return found
+    return json.loads(out.with_name(out.name + ".meta.json").read_text())
 
 
 def greedy(record: Record, target: Target) -> list[str]:

@@ -18,10 +18,9 @@ from data.features.store import (
     DamagedError,
     FeatureRequest,
     FeatureStore,
-    SequenceTensors,
     start,
 )
-from heads.base import Features
+from heads.base import Features, NamedTensors
 from inference.target.target import Target
 from tests import toys
 from tests.data import asking, stores
@@ -131,7 +130,7 @@ def test_a_step_may_be_any_and_waiting_is_counted(
         same([m.read() for m in source(step)], [m.read() for m in live(step)], 1e-5)
     read = store.read
 
-    def slow(row: int) -> SequenceTensors:
+    def slow(row: int) -> NamedTensors:
         time.sleep(0.1)
         return read(row)
 

@@ -17,7 +17,7 @@ from inference.target.target import Target
 from tests import toys
 from tests.heads.test_flex import CASES, STEPS, T
 from tests.train.test_objective import CONFIG, batch, config, loss_of
-from train.objective import chunked, loss_weights, objective
+from train.objective import chunked, loss_weights, objective, trainable
 
 pytestmark = pytest.mark.gpu
 On = Callable[[str, torch.dtype], Target]
@@ -76,7 +76,7 @@ def test_no_loss_waits_for_the_device(device: torch.device, target_on: On) -> No
     made, mask = batch(head.feature_layers)
     features = Features(*(part.to(device) for part in made[:4]))
     drafts = head.unroll(features, 2)
-    weight = loss_weights(made.document, mask, None, CONFIG)
+    weight = loss_weights(made.document, trainable(made.document, mask, CONFIG.depths), None, CONFIG)
     row = weight.row.to(device)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -86,10 +86,11 @@ class Paced(Batch):
     ],
 )
 def test_a_request_enters_when_it_has_come_and_a_place_is_free(
-    size: int, when: list[float], waits: list[tuple[float, ...]], slept: list[float]
+    size: int, when: list[float], waits: list[tuple[float, ...]], slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    served = serve(Paced(size, clock), [[1], [2], [3]], when, SETTINGS, clock, clock.sleep)
+    monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=clock, sleep=clock.sleep))
+    served = serve(Paced(size, clock), [[1], [2], [3]], when, SETTINGS)
     assert [(each.queue_s, each.ttft_s, each.generation.latency_s) for each in served] == waits
     assert [each.arrived for each in served] == when
     assert clock.slept == slept

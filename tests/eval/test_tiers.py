@@ -29,8 +29,7 @@ ALL: dict[str, Any] = {
 
 def told(out: Path) -> dict[str, Any]:
     """Return the report of a folder."""
-    read: dict[str, Any] = json.loads((out / "report.json").read_text())
-    return read
+    return json.loads((out / "report.json").read_text())
 
 
 def by_tier(report: dict[str, Any], temperature: float = 0.0) -> dict[str, dict[str, dict[str, Any]]]:

@@ -79,8 +79,7 @@ def made(kind: str, target: Target, **options: Any) -> Any:
     torch.manual_seed(5)
     config = {"name": kind, **toys.HEAD_CONFIGS[kind], **OPTIONS[kind], **options}
     config |= {"length": None} if "length" in config else {}
-    head: Any = HEADS[kind](HEADS[kind].Config(**config), target.embeddings)
-    return head
+    return HEADS[kind](HEADS[kind].Config(**config), target.embeddings)
 
 
 @contextmanager

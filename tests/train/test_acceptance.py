@@ -19,7 +19,7 @@ from tests import toys
 from tests.train import jobs
 from train.config import RunConfig
 from train.loop import AcceptanceEvaluator
-from train.objective import loss_weights
+from train.objective import loss_weights, trainable
 from train.step import Loss
 
 PROMPTS = [toys.prompt(seed) for seed in range(5)]
@@ -70,7 +70,7 @@ def step(head: Any, compiled: bool = False, recompute: bool = False) -> dict[str
     depths = min(4, head.max_depth)
     config = replace(run().objective, depths=depths, losses={"soft_ce": 1.0})
     loss = Loss(head, config, compiled=compiled, autocast=False)
-    weight = loss_weights(document, token * 0 + 1, None, config)
+    weight = loss_weights(document, trainable(document, token * 0 + 1, config.depths), None, config)
     loss(features, weight.row, None, loss.chunks(weight.trained, token.device))[0].backward()
     return {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
 

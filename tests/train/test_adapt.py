@@ -25,7 +25,7 @@ from inference.target.target import Target
 from tests import toys
 from tests.train import jobs
 from train.config import RunConfig
-from train.objective import chunked, loss_weights, objective
+from train.objective import chunked, loss_weights, objective, trainable
 from train.optim import Ema, optimizer
 from train.plan import plan
 from train.resolve import on_machine
@@ -53,14 +53,13 @@ def logits(head: Any, features: Features) -> list[Tensor]:
 
 
 def fresh(name: str, of: Target) -> Any:
-    head: Any = toys.head(name, of).requires_grad_(True).train()
-    return head
+    return toys.head(name, of).requires_grad_(True).train()
 
 
 def take(head: Any, features: Features, steps: int, average: Ema, optim: Any) -> None:
     """Take steps of the real objective, chunk by chunk."""
     config = run("head=eagle3", "objective.depths=4").objective
-    found = loss_weights(features.document, torch.ones_like(features.token), None, config)
+    found = loss_weights(features.document, trainable(features.document, features.token * 0 + 1, 4), None, config)
     for _ in range(steps):
         drafts = head.unroll(features, 4)
         chunks = chunked(found.trained, 5, found.row.device)

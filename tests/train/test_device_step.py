@@ -17,7 +17,7 @@ from benchmarks.training_kernels import embeddings_of
 from heads.base import DepthOutput, Features, HeadModule
 from heads.modules.vocab import DraftLmHead, GradientAccumulator
 from tests.train.test_objective import CONFIG, all_at_once
-from train.objective import chunk_rows, chunked, loss_weights, objective
+from train.objective import chunk_rows, chunked, loss_weights, objective, trainable
 from train.step import Flops
 
 
@@ -139,7 +139,7 @@ def peak(rows: int, depths: int, width: int, *, whole: bool) -> int:
     of, token, states = replace(CONFIG, depths=depths), torch.zeros(1, rows).long(), torch.zeros(1, rows, width)
     features = Features(token, states[:, :, None][:, :, :0], states, token)
     drafts = [DepthOutput(states.clone().requires_grad_()) for _ in range(depths)]
-    weight = loss_weights(token, token + 1, None, of).row
+    weight = loss_weights(token, trainable(token, token + 1, of.depths), None, of).row
     chunks = chunked(weight > 0, rows if whole else chunk_rows(head, "cuda", weight.numel()), torch.device("cpu"))
     quick = torch.autocast("cpu", torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True), Allocations() as allocated, quick:

@@ -14,7 +14,7 @@ from heads.modules.layers import Recomputing
 from tests import toys
 from tests.train import jobs
 from train.config import RunConfig
-from train.objective import loss_weights
+from train.objective import loss_weights, trainable
 from train.plan import HeadCost, TargetShape, head_cost, head_state, target_state
 from train.resolve import peak_of, preset
 from train.step import Flops, Loss
@@ -43,7 +43,7 @@ def step_of(name: str, *overrides: str) -> tuple[RunConfig, Any, Any, Any]:
             module.recompute = run.trainer.recompute
     token, document = torch.randint(toys.VOCAB, (2, 64)), torch.zeros(2, 64, dtype=torch.long)
     features = target.features(token, document, head.feature_layers)
-    weight = loss_weights(document, torch.ones_like(token), None, run.objective).row
+    weight = loss_weights(document, trainable(document, token * 0 + 1, run.objective.depths), None, run.objective).row
     return run, head, features, weight
 
 

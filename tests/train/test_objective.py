@@ -34,6 +34,10 @@ CONFIG = ObjectiveConfig(
 )  # fmt: skip
 
 
+def weights_of(features: Features, mask: torch.Tensor, of: ObjectiveConfig, anchors: Any = None) -> Any:
+    return loss_weights(features.document, trainable(features.document, mask, of.depths), anchors, of)
+
+
 def batch(layers: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> tuple[Features, torch.Tensor]:
     target = toys.target("llama", dtype)
     token = torch.tensor([toys.prompt(1, 16), toys.prompt(2, 16)])
@@ -76,7 +80,7 @@ def loss_of(
     chunk: int | None = 4,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss in chunks of so many teacher rows, None for all by plain autograd."""
-    weight = loss_weights(features.document, mask, None, of).row
+    weight = weights_of(features, mask, of).row
     if chunk is None:
         return all_at_once(head, drafts, features, weight, of)
     return objective(head, drafts, features, weight, of, chunked(weight > 0, chunk, weight.device))
@@ -182,7 +186,7 @@ def test_the_teachers_rows_are_pruned_a_few_at_a_time(monkeypatch: pytest.Monkey
     head: Any = toys.head("eagle pruned", target).requires_grad_()
     features, mask = batch(head.feature_layers, torch.float64)
     of = config(**{kind: 0.3 for kind in LOSSES if kind not in ("confidence", "candidates", "missed")})
-    weight = loss_weights(features.document, mask, None, of).row
+    weight = weights_of(features, mask, of).row
     chunks, found = chunked(weight > 0, 7, weight.device), []
     for rows_at_once in (512, 2):
         monkeypatch.setattr("train.objective.TEACHER_ROWS", rows_at_once)
@@ -216,14 +220,14 @@ def test_the_teacher_is_the_target_itself() -> None:
     _, sums = loss_of(head, drafts, features, mask, config(smooth_l1=1.0, kl=1.0, tv=1.0, reverse_kl=1.0, jsd=1.0))
     for name in ("smooth_l1", "kl", "tv", "reverse_kl", "jsd"):
         assert sums[name].abs().max() < 1e-4
-    counted = loss_weights(features.document, mask, None, CONFIG)
+    counted = weights_of(features, mask, CONFIG)
     assert sums["accuracy"].tolist() == counted.normalizer.tolist() == counted.trained.sum((1, 2)).tolist()
 
 
 def test_the_first_draft_after_the_prompt_is_trained() -> None:
     """Row 2 drafts token 4, the first that the mask says the target wrote (SpecForge#885)."""
     features, mask = batch()
-    trained = loss_weights(features.document, mask, None, CONFIG).trained
+    trained = weights_of(features, mask, CONFIG).trained
     assert trained[0, 0].nonzero()[0].item() == 2
     assert trained[1, 0].nonzero()[0].item() == 1
 
@@ -259,7 +263,7 @@ def test_dpace_weighs_a_depth_by_what_it_adds_to_the_expected_draft(name: str) -
     vocab = range(toys.VOCAB) if head.vocab is None else head.vocab.ids.tolist()
     drafts = head.unroll(features, 3)
     of = replace(config(ce=1.0), depth_weights="dpace", depths=3, dpace_alpha=0.3)
-    weight = loss_weights(features.document, mask, None, of).row
+    weight = weights_of(features, mask, of).row
     loss, _ = objective(head, drafts, features, weight, of, chunked(weight > 0, 4, weight.device))
     expected = 0.0
     for b, t in [(b, t) for b in range(2) for t in range(16)]:
@@ -282,7 +286,7 @@ def test_documents_count_alike_when_normalised_by_sequence(step: int | None) -> 
     """Each by its rows that are drafted from, where those are sampled."""
     features, mask = batch()
     anchors = None if step is None else (torch.arange(16) % step == 0).expand(2, 16)
-    by = loss_weights(features.document, mask, anchors, replace(CONFIG, normalize="sequence"))
+    by = weights_of(features, mask, replace(CONFIG, normalize="sequence"), anchors)
     documents = [(0, slice(0, 9)), (0, slice(9, 16)), (1, slice(0, 12))]
     assert by.normalizer.tolist() == [3.0, 3.0]
     for b, where in documents:
@@ -313,7 +317,7 @@ def test_accuracy_counts_the_rows_whose_guess_is_the_targets_own(name: str, monk
 def test_the_uncorrected_logits_have_their_share_of_the_loss(whole: bool) -> None:
     head: Any = toys.head("block of Domino", toys.target("llama", torch.float64)).requires_grad_()
     features, mask = batch(head.feature_layers, torch.float64)
-    weight = loss_weights(features.document, mask, None, CONFIG).row
+    weight = weights_of(features, mask, CONFIG).row
     chunks = chunked(weight > 0, 4, weight.device)
     of = replace(config(soft_ce=0.5), depths=4, base_loss_share=[0.8, 0.2])
 
@@ -338,7 +342,7 @@ def test_the_uncorrected_logits_have_no_share_of_the_predicted_acceptance() -> N
     torch.nn.init.normal_(head.bias.weight, std=2.0)
     features, mask = batch(head.feature_layers, torch.float64)
     of = replace(config(confidence=1.0), depths=4)
-    weight = loss_weights(features.document, mask, None, of).row
+    weight = weights_of(features, mask, of).row
     chunks = chunked(weight > 0, 3, weight.device)
 
     def gradient(base: float) -> torch.Tensor:

@@ -11,7 +11,7 @@ from data.batches import Batches, Packed
 from heads.base import Features
 from tests import toys
 from tests.train import strategy_job
-from train.objective import loss_weights, noisy, row_keys, sample_anchors, trainable, trained_rows
+from train.objective import noisy, row_keys, sample_anchors, trainable, trained_rows
 from train.step import Loss
 
 ROWS, LENGTH, WIDTH = 8, 16, 6
@@ -70,7 +70,7 @@ def test_nothing_but_anchors_is_trained() -> None:
     trained = weight.trained.any(0)
     assert trained.any()
     assert all({*trained[b].nonzero()[:, 0].tolist()} <= {*anchors[b].tolist()} for b in range(2))
-    assert weight.trained.sum() < loss_weights(batch.document, batch.loss_mask, None, config).trained.sum()
+    assert weight.trained.sum() < trainable(batch.document, batch.loss_mask, config.depths).sum()
 
 
 def test_noise_is_uniform_and_scaled_by_the_length() -> None:

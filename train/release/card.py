@@ -15,6 +15,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from eval.extras import METRICS, records
+from eval.measures.losslessness import COUNTS
 from eval.measures.results import LIVE
 from eval.report import sections
 from eval.report.render import grid
@@ -29,7 +30,6 @@ from train.release.config import PublishConfig
 TASK = "text-generation"
 METRIC_NAMES = {"tau": "τ, tokens of a target pass", "speedup": "speedup over autoregressive decoding"}
 NAMES = ("drafter", "tree", "workload")  # columns with names from outside
-GATE = ("checked", "identical", "near_tie", "failed")
 
 
 def view(
@@ -82,7 +82,7 @@ def view(
         "drawbacks": drawbacks, "mine": mine,
         "results": grid(table.titles, cells) if cells else "",
         "wide": any(not result.row["tree"].startswith("chain") for result in mine),
-        "gate": {key: sum(counted[key] for counted in gates) for key in GATE},
+        "gate": {key: sum(counted[key] for counted in gates) for key in COUNTS},
         "device": report.get("device", {}), "settings": report.get("settings", {}),
         "data": data, "counts": counts, "trainer": settings.get("trainer", {}),
         "losses": settings.get("objective", {}).get("losses"),
