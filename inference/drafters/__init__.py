@@ -2,7 +2,7 @@
 
 contrib/          rarer drafters, each with the modules that only it needs
 policy.py         tree policies, and how a tree grows: chain, static, dynamic, best-first, sampled
-registry.py       all drafters by name
+registry.py       drafters without a head, by name
 plain.py          no draft: autoregressive decoding
 head.py           a trained head, and the checkpoint's own MTP module
 host.py           drafters on the host, one sequence at a time, padded into a batch
