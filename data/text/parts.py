@@ -211,7 +211,7 @@ def _messages(raw: Message) -> Iterator[Message]:
     for piece in [*parts, *({**call, "type": "function_call"} for call in others)]:
         _take(piece, by_kind)
     calls = [_call(call) for call in parsed(raw.get("tool_calls")) or ()]
-    # LangChain has a call both in its content, for Gemini without an id, and beside it.
+    # LangChain has a call both in its content, for Gemini without an id, and next to it.
     listed = {None, *(call.get("id") for call in calls)} if calls else ()
     calls = [call for call in map(_call, by_kind.get("call", ())) if call.get("id") not in listed] + calls
     for result in by_kind.get("result", ()):

@@ -158,7 +158,7 @@ def chat_of(raw: Raw) -> Chat | None:
 
 
 def _is_in(reply: Any, last: Raw) -> bool:
-    """Whether a chat's last message repeats the reply that stands beside it, or that is no reply."""
+    """Whether a chat's last message repeats the reply next to it, or that is no reply."""
     try:
         answers = _answered(reply, [])
     except LeftOutError as error:
