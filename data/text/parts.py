@@ -99,7 +99,7 @@ def parsed(value: Any) -> Any:
 
 def finish_reasons(fields: Message) -> list[str]:
     """Return the reasons, in lower case, for which a reply or a message ended, under any name."""
-    given = [fields[key] for key in fields.keys() & FINISH if fields[key]]
+    given = [fields[key] for key in fields.keys() & FINISH if fields[key] and fields[key] != "NONE"]  # a guardrail's
     matched = (fields.get("stop_reason") or fields.get("matched_stop")) if "finish_reason" in fields else None
     given += ["stop_sequence"] * (isinstance(matched, str) and matched not in ENDS)  # vLLM's and SGLang's stop string
     holders = [value if isinstance(value, dict) else {"": value} for value in given]

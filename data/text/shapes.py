@@ -205,7 +205,8 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     earlier: list[Any] = [isinstance(holder.get("conversation"), str | dict) for holder in holders]
     earlier += [holder.get(key) for holder in holders for key in EARLIER]
     notes += ["whose earlier turns the record does not hold"] * any(earlier)
-    written = (str(message.get(key, "")) for message in messages for key in ("content", "tool_calls", *parts.REASONING))
+    keys = {"content", "tool_calls", *parts.REASONING}
+    written = (str(message[key]) for message in messages for key in message.keys() & keys)
     if any(map(parts.SHORTENED.search, written)):
         raise LeftOutError(streams.CUT_OFF, f"holds {streams.CUT_OFF}")
     if media := parts.media_in(request) or parts.media_in(raw):

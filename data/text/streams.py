@@ -151,7 +151,7 @@ def _merge(into: Raw, delta: Raw) -> None:
             old = into.get(key) or ()
             into[key] = [*([{"text": old}] if isinstance(old, str) else old), *value]
         elif isinstance(value, str) and isinstance(into.get(key), list):
-            into[key].append({"type": "text", "text": value})
+            into[key].append({"text": value})
         elif isinstance(value, list):
             calls = into.setdefault(key, {})
             for call in value:

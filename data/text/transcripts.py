@@ -163,7 +163,8 @@ def _codex(lines: Records) -> Yielded:
     items: Records = []
     for line in [*lines, {"type": "session_meta", "payload": {}}]:
         kind, payload = line.get("type"), line.get("payload") or {}
-        turns = [i for i, item in enumerate(items) if _asks(item)] if kind in ("compacted", "event_msg") else []
+        rewrites = kind == "compacted" or payload.get("type") == "thread_rolled_back"
+        turns = [i for i, item in enumerate(items) if _asks(item)] if rewrites else []
         if kind == "session_meta" and payload.get("id") == meta.get("id", 0):  # written again
             meta = meta | payload
         elif kind in ("session_meta", "compacted"):
@@ -179,8 +180,7 @@ def _codex(lines: Records) -> Yielded:
         elif kind == "turn_context":
             meta = meta | {"model": payload.get("model")}
         elif payload.get("type") == "thread_rolled_back":  # the user's last turns, with all behind them
-            count = min(payload["num_turns"], len(turns))
-            del items[turns[-count] if count else len(items) :]
+            del items[next(iter(turns[-payload["num_turns"] :]), len(items)) :]
         elif kind == "response_item" and payload.get("type") != SNAPSHOT:
             items.append(payload)
 
@@ -247,9 +247,9 @@ def _span(lines: Records) -> Yielded:
         if prefix:
             parent[last] = value
     lists = {OTHER_NAMES[key]: _listed(value) for key, value in tree.items() if key in OTHER_NAMES}
-    request, response = parsed(given.get("input.value")), parsed(given.get("output.value"))
-    if at(response, "object") == "response" and isinstance(request, dict):  # flattened as if its items were choices
-        raw, lists = {**raw, "request": request, "response": response}, {}
+    response = parsed(given.get("output.value"))
+    if at(response, "object") == "response" and isinstance(request := parsed(given.get("input.value")), dict):
+        raw, lists = {**raw, "request": request, "response": response}, {}  # its items were flattened as choices
     yield {**raw, "attributes": lists | given}
 
 
