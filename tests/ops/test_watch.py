@@ -135,7 +135,7 @@ def test_a_file_that_grows_is_rotated_and_cut_is_read_whole(tmp_path: Path) -> N
     lines = growing(path, follow=True, poll=0.005)
 
     def read() -> None:
-        seen.extend(line.strip() for line in lines)
+        seen.extend(line.strip() for line in iter(lambda: next(lines), b"end\n"))
 
     def until(count: int) -> None:
         deadline = time.monotonic() + 5
@@ -143,7 +143,7 @@ def test_a_file_that_grows_is_rotated_and_cut_is_read_whole(tmp_path: Path) -> N
             time.sleep(0.005)
         time.sleep(0.03)  # no more may come
 
-    threading.Thread(target=read, daemon=True).start()
+    (thread := threading.Thread(target=read, daemon=True)).start()
     until(1)
     assert seen == [b"1"]
     with path.open("ab") as file:
@@ -158,6 +158,8 @@ def test_a_file_that_grows_is_rotated_and_cut_is_read_whole(tmp_path: Path) -> N
     path.write_bytes(b"6\n")
     until(6)
     assert seen[3:] == [b"4", b"5", b"6"]
+    path.write_bytes(b"6\nend\n")
+    thread.join()
 
 
 def test_a_log_that_cannot_be_read_is_refused_and_a_mark_of_the_byte_order_is_not(tmp_path: Path) -> None:

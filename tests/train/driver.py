@@ -27,7 +27,8 @@ from train.step import Stepper
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 STEPS: dict[int, int] = {}  # of every key that a process has made
-CONTEXT.set_forkserver_preload(["tests.train.driver", "tests.train.strategy_job"])
+PRELOADED = ["tests.train.driver", "tests.train.strategy_job", "transformers.models.llama.modeling_llama", "datasets"]
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 class Job:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM
 
@@ -57,8 +59,15 @@ def composed_once(*overrides: str) -> DictConfig:
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration of a training, of head=eagle unless the overrides name another."""
-    return copy.deepcopy(composed_once(*with_head(overrides)))
+    """Return the configuration of a training, of head=eagle unless the overrides name another.
+
+    Files are composed once, which takes Hydra ten times as long as setting values in what they give.
+    """
+    words = with_head(overrides)
+    values = [word for word in words if "." in word.partition("=")[0]]
+    config = copy.deepcopy(composed_once(*(word for word in words if word not in values)))
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
+    return config
 
 
 def configured(overrides: Sequence[str]) -> RunConfig:
