@@ -28,7 +28,7 @@ ROLES = _by_name(
 )
 PARTS = _by_name(  # a part's type, or its key in Bedrock and Gemini -> its kind
     text="text input_text output_text",
-    reasoning="thinking reasoning reasoningContent reasoning_text reasoning.text",
+    reasoning="thinking reasoning reasoningContent reasoning_content reasoning_text reasoning.text",
     call="tool_use tool-call tool_call toolUse functionCall function_call custom_tool_call",
     result="tool_result tool-result tool_call_response toolResult functionResponse function_response "
     "function_call_output custom_tool_call_output",
@@ -54,11 +54,11 @@ BOOKKEEPING = {
     "stop_details", "phase", "container", "logprobs", "refusal", "annotations", "function_call", "tool_calls",
     "provider_specific_fields", "thinking_blocks", "finish_reason", "weight", "reasoning_details",
     "additional_kwargs", "response_metadata", "usage_metadata", "invalid_tool_calls", "example", "tool_call_chunks",
-    "contents", *WEIGHTS, *REASONING,
+    "contents", "tool_call_ids", "is_demo", *WEIGHTS, *REASONING,
 }  # fmt: skip
 CUT = (  # an answer that is cut off
     *("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded", "stop_sequence", "pause_turn"),
-    *("model_length", "incomplete"),
+    *("model_length", "incomplete", "malformed_function_call"),
 )
 REFUSED = {
     "content_filter", "refusal", "safety", "guardrail_intervened", "content_filtered", "prohibited_content",
@@ -72,9 +72,13 @@ MEDIA = {  # keys and types of content that is not text
 }
 STEP = re.compile(r"step-start|tool-(?!call$|result$)|dynamic-tool")  # types of parts of the AI SDK's UI messages
 HIDDEN = "hidden"  # the field of a message whose server withheld the reasoning
-SHORTENED = re.compile(  # what a log writes in place of a text
-    r"\(litellm_truncated|^(redacted-by-litellm|__REDACTED__)$|^(<truncated due to size|\[Scrubbed due to )"
+REPLACED = re.compile(  # what a log writes in place of a text: also Python's repr of a reply, Strands' parts in JSON
+    r"\(litellm_truncated|^(redacted-by-litellm|__REDACTED__)$|^(<truncated due to size|\[Scrubbed due to |<NoneType re"
+    r"|[\[{]+'(?:message\.)?(?:role|messages|choices|id|content)': |(?:ChatCompletion|ModelResponse|Response)\(id="
+    r'|\[\{"(?:text|toolUse|toolResult)": )'
 )
+# What Cline writes in place of an answer, or behind one that was interrupted.
+CLIENT = re.compile(r"^Failure: I did not provide a response\.$|\n\n\[Response interrupted by [^\]]*\]\Z")
 
 
 class BadSampleError(ValueError):
@@ -103,7 +107,18 @@ def finish_reasons(fields: Message) -> list[str]:
     matched = (fields.get("stop_reason") or fields.get("matched_stop")) if "finish_reason" in fields else None
     given += ["stop_sequence"] * (isinstance(matched, str) and matched not in ENDS)  # vLLM's and SGLang's stop string
     holders = [value if isinstance(value, dict) else {"": value} for value in given]
+    holders += [inner for holder in holders for inner in holder.values() if isinstance(inner, dict)]
     return [str(reason).lower().rpartition(".")[2] for holder in holders for reason in holder.values()]
+
+
+def reasons_in(reply: Any) -> list[str]:
+    """Return the reasons for which a reply, or the first of its choices, ended."""
+    while isinstance(reply, list) and reply:
+        reply = reply[0]
+    if not isinstance(reply, dict):
+        return []
+    inner = next((reply[key] for key in ("choices", "candidates", "generations") if reply.get(key)), None)
+    return finish_reasons(reply) or reasons_in(inner)
 
 
 def content_text(message: Message) -> str:
@@ -193,6 +208,7 @@ def _messages(raw: Message) -> Iterator[Message]:
         return
     name = raw.get("role") or raw.get("from") or raw.get("type") or ("user" if "parts" in raw else raw["type"])
     role = ROLES.get(name) or ROLES.get(name.lower(), name)
+    role = "tool" if role == "user" and "tool_call_id" in raw else role  # OpenInference's, of Anthropic's results
     if name == raw.get("type") and name not in ROLES:
         raise unread(name)
     fields = filled({key: value for key, value in raw.items() if key not in BOOKKEEPING}, GIVEN)
@@ -231,11 +247,18 @@ def _messages(raw: Message) -> Iterator[Message]:
         thought = thought or "".join(() if result.keys() & {*REASONING} else details.get("reasoning", ()))
     reasons = {str(raw.get("status")), *finish_reasons(raw)} if role == "assistant" else set[str]()
     cut = "length" if {*CUT} & reasons else ""
-    hidden = "hidden" in by_kind or "hidden" in details
-    added = {"reasoning_content": thought, "tool_calls": calls, "finish_reason": cut, HIDDEN: hidden}
+    hidden = "hidden" in by_kind or "hidden" in details or isinstance(raw.get("reasoning"), dict)
+    call_id = next(iter(raw.get("tool_call_ids") or ()), "")  # SWE-agent's
+    added = {
+        "reasoning_content": thought,
+        "tool_calls": calls,
+        "finish_reason": cut,
+        HIDDEN: hidden,
+        "tool_call_id": call_id,
+    }
     result |= {key: value for key, value in added.items() if value}
-    untrained = REFUSED & reasons or any(raw[key] in (0, False) for key in raw.keys() & WEIGHTS)
-    result |= {"weight": 0} if untrained else {}
+    untrained = REFUSED & reasons or any(raw[key] in (0, "0") for key in raw.keys() & WEIGHTS)
+    result |= {"weight": 0} if untrained or raw.get("is_demo") or CLIENT.search(result["content"]) else {}
     if "result" not in by_kind or {*by_kind} - {"result", "nothing"} or calls:
         yield result
 
@@ -295,6 +318,7 @@ def _take(piece: Message, by_kind: dict[str, list[Any]]) -> None:
         value = next((text[key] for key in ("thinking", "text", "content", "reasoning") if text.get(key)), "")
         if isinstance(value, list):  # a Responses item's own reasoning; its summary is by another model
             value = [{"text": item["text"]} for item in value]
+        value = "" if '"type": "summary_text"' in value else value  # OpenLLMetry's, in JSON
         by_kind.setdefault("reasoning" if value else "hidden", []).append(text_of(value))
     elif kind in ("call", "result", "hidden", "nothing", "refusal"):
         by_kind.setdefault(kind, []).append(body)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from data.text import parts, streams
 from data.text.files import Raw
-from data.text.parts import BadSampleError, LeftOutError, Message, Messages, finish_reasons, messages_of
-from data.text.streams import at, check_error, opened
+from data.text.parts import BadSampleError, LeftOutError, Message, Messages, finish_reasons, messages_of, reasons_in
+from data.text.streams import at, check_error, opened, unbatched
 
 REPLIES = ("response", "choices", "completion", "chosen", "preferred_output", "output", "gen_ai.output.messages")
 # Shapes of records; the first that matches counts. Each has a name and the paths of request and reply, with keys joined
@@ -27,7 +27,6 @@ SHAPES = (
     ("Weave call", "inputs", "output"),
     ("OpenTelemetry gen_ai span", "attributes", "attributes/gen_ai.output.messages"),
     ("MLflow span", "attributes/mlflow.spanInputs", "attributes/mlflow.spanOutputs"),
-    ("promptfoo", "prompt/raw", "response/output"),
     ("LiteLLM spend log", "proxy_server_request", "response"),
     ("request and response", "request", "response"),
     ("request and response", "requestBody", "responseBody"),
@@ -50,20 +49,22 @@ CHATS = (
 TURNS = ("turns", "prompt")  # of them those whose texts are a user's turns
 SYSTEM = (
     *("system", "instructions", "systemInstruction", "system_instruction", "gen_ai.system_instructions"),
-    *("system_prompt", "config/systemInstruction", "config/system_instruction"),
+    *("system_prompt", "config/systemInstruction", "config/system_instruction", "metadata/instructions"),
+    "model_parameters/instructions",
 )
 TOOLS = (
     *("tools", "toolConfig/tools", "gen_ai.tool.definitions", "functions", "config/tools"),
     *("model_parameters/tools", "optional_params/tools", "extra/invocation_params/tools"),
-    *("metadata/tools", "kwargs/tools"),
+    *("metadata/tools", "kwargs/tools", "attributes/mlflow.chat.tools", "attributes/invocation_params/tools"),
 )
 QUESTIONS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "output", "response", "completion", "chosen")
 HOLDERS = (
     *("choices", "candidates", "generations", "output", "message", "content", "gen_ai.output.messages"),
-    *("messages", "streamed_data", "chunks"),
+    *("messages", "streamed_data", "chunks", "outputs"),
 )
 NO_ANSWER = "no answer"
+CALL = {"function", "toolName"}  # keys of a call, of which a reply may be a list
 MODELS = (
     *("model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model", "llm.model_name"),
     *("metadata/model", "provided_model_name"),
@@ -86,6 +87,7 @@ COUNTED = (  # the tokens of reasoning, by the reply's usage
     *("usageMetadata/thoughtsTokenCount", "usage_metadata/thoughts_token_count"),
     *("usage_metadata/output_token_details/reasoning", "usageDetails/output_reasoning_tokens"),
 )
+TAGGED = re.compile(r"\s*<(reasoning|thought)>(.*?)</\1>\s*", re.DOTALL)  # reasoning of Bedrock's gpt-oss; of Gemini
 RENDERED = re.compile(  # what a chat template, or a client of an older API, writes between turns
     r"<\|(?:im_start|start_header_id|start|user|begin_of_text)\|>|\[INST\]|<start_of_turn>|\n\nHuman:|<\uff5cUser\uff5c>"
 )
@@ -121,7 +123,7 @@ def chat_of(raw: Raw) -> Chat | None:
             continue
         if isinstance(reply, str) and isinstance(request, dict) and isinstance(raw.get(path), str):
             reply = parts.parsed(streams.whole(reply, streams.JSON_TEXT))  # next to a request in JSON no answer in JSON
-        holder = _asked(request, not path)
+        holder = _asked(request, not path and "call_type" not in raw)  # LiteLLM's messages may be a text
         if holder is None and path and isinstance(request, str) and isinstance(reply, str):
             holder = _asked({"prompt": "" if streams.JSON_TEXT.match(request) else request}, False)
         if holder is not None and reply_path and (path or (reply is not None and not reply)):
@@ -160,7 +162,7 @@ def chat_of(raw: Raw) -> Chat | None:
 def _is_in(reply: Any, last: Raw) -> bool:
     """Whether a chat's last message repeats the reply next to it, or that is no reply."""
     try:
-        answers = _answered(reply, [])
+        answers = _answered(reply, [], [])
     except LeftOutError as error:
         if error.cause == NO_ANSWER:
             return True
@@ -186,18 +188,30 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     if isinstance(system, list) and "role" in next(iter(system), ()):  # a stored prompt of Responses
         system, messages = "", messages_of([{**item, "weight": 0} for item in system]) + messages
     instruction = parts.text_of(system.get("parts", system) if isinstance(system, dict) else system)
+    if messages[-1]["role"] == "system" and "span_attributes" in raw:  # Braintrust's, of Anthropic's requests
+        messages.insert(0, messages.pop())
     if instruction and (messages[0]["role"] != "system" or request.get("instructions")):  # Responses allows both
         messages.insert(0, {"role": "system", "content": instruction})
+    elif instruction and instruction != messages[0]["content"]:
+        notes.append("with a second system prompt, which is left out")
     if "gen_ai.input.messages" in request and isinstance(reply, list):  # each choice is a chat
         reason = next(iter(parts.parsed(request.get("gen_ai.response.finish_reasons")) or ()), None)
         thoughts = [choice["content"] for choice in reply if choice.get("role") == "thinking"]  # OpenLLMetry's
-        spoken = ({"reasoning": "".join(thoughts) or None, **choice} for choice in reply)
+        author = {"role": "assistant"}  # which google-genai's leave empty
+        spoken = (
+            {"reasoning": "".join(thoughts) or None, **choice, **({} if choice.get("role") else author)}
+            for choice in reply
+        )
         reply = [{"message": one, "finish_reason": reason} for one in spoken if one.get("role") != "thinking"]
     if reply is not None:
-        replied = _answered(reply, notes)
+        replied = _answered(reply, notes, reasons_in(raw.get("metadata")))  # Langfuse's and Braintrust's
         messages = replied if any(message["role"] == "user" for message in replied) else messages + replied
     holders = [holder for holder in (reply, request, raw) if isinstance(holder, dict)]
     model = next((str(at(holder, key)) for holder in holders for key in MODELS if at(holder, key)), "")
+    for message in messages:
+        is_tagged = message.pop("extra_content", "gpt-oss" in model) and message["role"] == "assistant"
+        if is_tagged and (tagged := TAGGED.match(message["content"])):
+            message |= {"reasoning_content": tagged[2], "content": message["content"][tagged.end() :]}
     hidden = [message.pop(parts.HIDDEN, False) for message in messages]
     if not messages[-1].keys() & {*parts.REASONING}:
         hidden += [at(holder, path) for holder in (reply, raw) for path in COUNTED]
@@ -207,7 +221,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     notes += ["whose earlier turns the record does not hold"] * any(earlier)
     keys = {"content", "tool_calls", *parts.REASONING}
     written = (str(message[key]) for message in messages for key in message.keys() & keys)
-    if any(map(parts.SHORTENED.search, written)):
+    if any(map(parts.REPLACED.search, written)):
         raise LeftOutError(streams.CUT_OFF, f"holds {streams.CUT_OFF}")
     if media := parts.media_in(request) or parts.media_in(raw):
         raise parts.unread(media)
@@ -220,14 +234,13 @@ def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
 
     A string is a question if it is in a request; at the top level of a record it may be anything.
     """
+    request = unbatched(request)
     if isinstance(request, list):
         return ({}, request) if request and isinstance(request[0], dict) else None
     for key in CHATS if isinstance(request, dict) else ():
-        value = opened(request.get(key))
+        value = unbatched(opened(request.get(key)))
         if isinstance(value, dict) and (inner := _asked(value, False)):
             return inner
-        if isinstance(value, list) and value and isinstance(value[0], list):  # LangChain's batch of one
-            value = value[0]
         if isinstance(value, list) and value and isinstance(value[0], dict) and key != "kwargs":
             return request, value
         if isinstance(value, list) and value and isinstance(value[0], str) and is_record and key in TURNS:
@@ -245,12 +258,13 @@ def _question(text: str) -> Raw:
     return {"role": "user", "content": streams.whole(text)}
 
 
-def _answered(reply: Any, notes: list[str]) -> Messages:
-    """Return a reply's messages; the last message is marked if it was cut off."""
-    reasons: list[str] = []
+def _answered(reply: Any, notes: list[str], reasons: list[str]) -> Messages:
+    """Return a reply's messages; the last one is marked if it was cut off, of which `reasons` next to it may tell."""
     while not _are_items(reply := streams.joined(reply, notes)):
         if isinstance(reply, str):
             reply = [{"role": "assistant", "content": streams.whole(reply)}]
+        elif isinstance(reply, list) and any(isinstance(call, dict) and call.keys() & CALL for call in reply):
+            reply = [{"role": "assistant", "tool_calls": reply}]
         elif isinstance(reply, list):
             notes += [streams.FURTHER] * (len(reply) > 1)
             first = [choice for choice in reply if isinstance(choice, list) or choice.get("index") == 0]
@@ -264,6 +278,8 @@ def _answered(reply: Any, notes: list[str]) -> Messages:
                 reply = [reply] if is_call else body
                 continue
             holder = next((reply[key] for key in HOLDERS if reply.get(key)), None)
+            if isinstance(reply.get("message"), str) and not reply.keys() <= {"message", "role", *parts.FINISH}:
+                holder = None  # an object that the model was asked for, with a field of this name
             if "tokens_predicted" in reply or (holder is None and isinstance(reply.get("text"), str)):  # llama.cpp's
                 raise TypeError("a completion of a text is no chat")
             has_content = isinstance(reply.get("content"), str | list)
@@ -272,7 +288,7 @@ def _answered(reply: Any, notes: list[str]) -> Messages:
                 reply = [{"role": "assistant", **reply}]
                 continue
             reply = holder or [{"role": "assistant"}]
-    reasons += [reason for item in reply[-1:] for reason in finish_reasons(item)]
+    reasons = reasons + [reason for item in reply[-1:] for reason in finish_reasons(item.get("kwargs", item))]
     if "error" in reasons:
         raise LeftOutError(streams.FAILURE, f"holds {streams.FAILURE}")
     if parts.REFUSED & {*reasons}:
@@ -288,6 +304,8 @@ def _answered(reply: Any, notes: list[str]) -> Messages:
 def _are_items(reply: Any) -> bool:
     """Return whether a reply is a list of messages or of items of the Responses API, and not of choices."""
     first = reply[0] if isinstance(reply, list) and reply else None
-    if not isinstance(first, dict) or first.keys() & {"message", "delta", "response"}:
+    if not isinstance(first, dict) or first.keys() & {"message", "delta", "response", *CALL}:
         return False
+    if len(reply) > 1 and all(item.keys() <= {"role", "content"} and item["role"] == "assistant" for item in reply):
+        return False  # Langfuse's choices
     return bool(first.keys() & {"role", "type", "from", "kwargs"})

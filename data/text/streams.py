@@ -24,7 +24,7 @@ EVENTS = {"delta", "candidates", "done", "response", "output_index"}  # keys by 
 CONVERSE = (  # the events of Bedrock's ConverseStream, each around its fields
     *("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop"),
 )
-CUT_OFF = "a text that the log has shortened"
+CUT_OFF = "a text that the log has shortened or rewritten"
 LOGGED_TEXT = re.compile(r'\s*\[?\s*\{\s*"(role|parts|messages|choices|candidates|id": ?"(chatcmpl|msg_|resp_))')
 JSON_TEXT = re.compile(r'\s*(\[\s*)?\{\s*"')  # the start of an object, or of a list of objects
 ENDS = ("finish_reason", "done", "stopReason")  # fields of events that say whether the answer ends
@@ -42,16 +42,20 @@ def at(value: Any, path: str) -> Any:
 
 def opened(value: Any) -> Any:
     """Return the value of a JSON text with a request, a reply or messages; an answer in JSON remains text."""
+    value = parsed(value) if isinstance(value, str) and value.startswith('"{') else value  # encoded twice
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
-    plain = parsed(value)
-    if isinstance(plain, list) and len(plain) == 1 and isinstance(plain[0], list):  # LangChain's batch of one
-        plain = plain[0]
+    plain = unbatched(parsed(value))
     items = plain if isinstance(plain, list) else [plain]
     if not all(isinstance(item, dict) for item in items):
         return value
     holds = [isinstance(item.get("error"), dict) or any(keys <= item.keys() for keys in LOGGED) for item in items]
     return plain if any(holds) else value
+
+
+def unbatched(value: Any) -> Any:
+    """Return the messages in LangChain's batch of one; return other values unchanged."""
+    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list) else value
 
 
 def whole(text: str, begin: re.Pattern[str] = LOGGED_TEXT) -> str:
@@ -121,7 +125,9 @@ def joined(reply: Any, notes: list[str]) -> Any:
         ends += [kind == "message_stop"] if kind in ("message_start", "message_stop") else []
         ends += [False] * bool(event.keys() & {"contentBlockIndex", "candidates"})
         for choice in choices:
-            _merge(message, choice.get("delta") or {})
+            piece = choice.get("delta") or {}
+            thinks = at(piece, "extra_content/google/thought")  # Gemini's, in OpenAI's form
+            _merge(message, {"reasoning_content": piece.get("content")} if thinks else piece)
             parts += at(choice, "content/parts") or ()
         if "done" in event:
             _merge(message, event.get("message") or {"content": response, "thinking": event.get("thinking")})

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from data.text.files import Raw
-from data.text.parts import PARTS, parsed
+from data.text.parts import PARTS, parsed, reasons_in
 from data.text.streams import at
 
 Records = list[Raw]
@@ -33,11 +33,12 @@ OTHER_NAMES = {  # prefixes of flat lists (`PREFIX.0.…`) in other conventions 
     "llm.request.functions": "gen_ai.tool.definitions",
     "llm.tools": "gen_ai.tool.definitions",
 }
-ITEM = {"message", "tool_call", "message_content", "tool"}  # names around an item of OpenInference's lists
+ITEM = ("message", "tool_call", "message_content", "tool")  # names around an item of OpenInference's lists
+MLFLOW = {"mlflow.spanInputs", "mlflow.spanOutputs", "mlflow.chat.tools"}  # attributes in JSON, texts too
 EVENT = re.compile(r"gen_ai\.(?:(system|user|assistant|tool)\.message|(choice))")  # of a span, before its attributes
 STATUS_ERROR = (2, "2", "ERROR", "STATUS_CODE_ERROR")
 # Lists of records in a record: of traces, of CloudWatch, of a batch's requests.
-EXPORTS = ("observations", "data/spans", "results/results", "data", "child_runs", "logEvents", "requests")
+EXPORTS = ("observations", "data/spans", "data", "child_runs", "logEvents", "requests")
 FETCHED = {"events", "searchedLogStreams", "nextForwardToken", "nextBackwardToken"}  # keys of what `aws logs` prints
 LINES = ("message", "@message")  # fields with a log's line, which may be a record
 OUTER = {*(path.partition("/")[0] for path in EXPORTS), "events", *LINES}
@@ -181,6 +182,8 @@ def _codex(lines: Records) -> Yielded:
             meta = meta | {"model": payload.get("model")}
         elif payload.get("type") == "thread_rolled_back":  # the user's last turns, with all behind them
             del items[next(iter(turns[-payload["num_turns"] :]), len(items)) :]
+        elif kind == "response_item" and payload.get("type") == "additional_tools":
+            meta = meta | {"tools": [*meta.get("tools", ()), *payload["tools"]]}
         elif kind == "response_item" and payload.get("type") != SNAPSHOT:
             items.append(payload)
 
@@ -208,8 +211,8 @@ def _spans(lines: Records) -> Yielded:
         named = {"id": span.get("spanId") or span.get("span_id")}
         events = [{"name": event.get("name"), "attributes": _fields(event)} for event in span.get("events", ())]
         (flat,) = _span([{**span, **named, "attributes": _fields(span), "events": events}])
-        if flat["attributes"].keys() & {"gen_ai.input.messages", "gen_ai.output.messages"}:
-            yield flat
+        is_chat = flat["attributes"].keys() & {"gen_ai.input.messages", "gen_ai.output.messages"}
+        yield flat if is_chat else {"type": "SPAN"}
 
 
 def _fields(holder: Raw) -> Raw:
@@ -223,7 +226,7 @@ def _span(lines: Records) -> Yielded:
     tree: Raw = {f"llm.{name}": value for name, value in (given.get("llm") or {}).items()}
     if any(at(raw, path) in STATUS_ERROR for path in ("status/code", "status/status_code", "status_code")):
         given.setdefault("error.type", "status")
-    spoken: dict[str, list[Raw]] = {"gen_ai.input.messages": [], "gen_ai.output.messages": []}
+    spoken: Raw = {"gen_ai.input.messages": [], "gen_ai.output.messages": []}
     for event in raw.get("events") or ():
         fields, named = event.get("attributes") or {}, EVENT.fullmatch(str(event.get("name")))
         given = {name: value for name, value in fields.items() if name.startswith("gen_ai.")} | given
@@ -247,7 +250,10 @@ def _span(lines: Records) -> Yielded:
         if prefix:
             parent[last] = value
     lists = {OTHER_NAMES[key]: _listed(value) for key, value in tree.items() if key in OTHER_NAMES}
-    response = parsed(given.get("output.value"))
+    response = parsed(given.get("output.value") or at(given, "output/value"))
+    reason = given.get("llm.finish_reason") or tree.get("llm.finish_reason")  # OpenInference's, since April 2026
+    given.setdefault("gen_ai.response.finish_reasons", [reason] if reason else reasons_in(response))
+    given |= {name: parsed(given[name]) for name in MLFLOW & given.keys()}
     if at(response, "object") == "response" and isinstance(request := parsed(given.get("input.value")), dict):
         raw, lists = {**raw, "request": request, "response": response}, {}  # its items were flattened as choices
     yield {**raw, "attributes": lists | given}
@@ -264,8 +270,14 @@ def _listed(value: Any) -> Any:
     fields = {key.removeprefix("message."): _listed(inner) for key, inner in fields.items()}
     if isinstance(value, list) or (fields and all(key.isdigit() for key in fields)):
         items = [fields[key] for key in sorted(fields, key=int)]
-        return [next(iter(item.values())) if {*item} & ITEM else item for item in items]
+        return [_item(item) for item in items]
     return fields
+
+
+def _item(item: Raw) -> Raw:
+    """Return what is around an item's fields no more: OpenInference has a part's type next to its call."""
+    inner = [item[name] for name in ITEM if name in item]
+    return {key: value for one in inner for key, value in one.items()} if inner else item
 
 
 def _value(value: Raw) -> Any:
