@@ -1,4 +1,3 @@
-import json
 from typing import Any
 
 import pytest
@@ -82,14 +81,6 @@ def test_tool_calls_of_sharegpt(answers: str, returns: str) -> None:
              (returns, "rain"), (answers, "so")]  # fmt: skip
     record = parse({"conversations": [{"from": role, "value": text} for role, text in turns]}, 0, "f")
     assert record.messages == [QUESTION, CALLED, RESULT, ANSWER]
-
-
-def test_several_calls_at_once_and_calls_as_json() -> None:
-    two = {**CALLED, "tool_calls": CALLED["tool_calls"] * 2}
-    turns = [{"from": "human", "value": "why"}, {"from": "function_call", "value": json.dumps([CALL, CALL])}]
-    assert parse({"conversations": turns}, 0, "f").messages == [QUESTION, two]
-    as_text = {**CALLED, "tool_calls": json.dumps(two["tool_calls"])}
-    assert parse({"messages": [QUESTION, as_text]}, 0, "f").messages == [QUESTION, two]
 
 
 @pytest.mark.parametrize(

@@ -187,17 +187,6 @@ def test_what_is_not_read_is_named(raw: dict[str, Any], message: str) -> None:
         parse(raw, 0, "f")
 
 
-@pytest.mark.parametrize("answer", ['{"error": "x"}', '[1, {"a": 2}]', '{"message": {"role": "x"}}', "data: none"])
-def test_an_answer_in_json_is_a_text(answer: str) -> None:
-    reply, request = {"role": "assistant", "content": answer}, {"messages": [QUESTION]}
-    for raw in (
-        {**request, "response": answer},
-        {"input": "why", "output": answer},
-        {"request": request, "response": reply},
-    ):
-        assert parse(raw, 0, "f").messages[-1] == reply
-
-
 @pytest.mark.parametrize(
     ("where", "selected"),
     [
