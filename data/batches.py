@@ -58,9 +58,10 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
     if not pieces:
         raise ValueError("no samples to pack; give data with at least one")
     sequences = _best_fit([len(token) for token, _ in pieces], length)
-    token = np.zeros((len(sequences), length), dtype=np.int32)
-    document = np.full((len(sequences), length), -1, dtype=np.int32)
-    mask = np.zeros((len(sequences), length), dtype=np.int8)
+    shape = len(sequences), length
+    token = np.zeros(shape, dtype=np.int32)
+    document = np.full(shape, -1, dtype=np.int32)
+    mask = np.zeros(shape, dtype=np.int8)
     for r, sequence in enumerate(sequences):
         start = 0
         for number, piece in enumerate(sequence):
@@ -98,10 +99,11 @@ def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
     by_space: list[list[int]] = [[] for _ in range(length + 1)]
     # Bit s is set if a sequence has s tokens left, so the fullest with room is the lowest set bit from `size` on.
     spaces = 0
-    for piece in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        fitting = spaces >> sizes[piece]
+    for piece in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[piece]
+        fitting = spaces >> size
         if fitting:
-            space = sizes[piece] + (fitting & -fitting).bit_length() - 1
+            space = size + (fitting & -fitting).bit_length() - 1
             sequence = by_space[space].pop()
             if not by_space[space]:
                 spaces &= ~(1 << space)
@@ -109,7 +111,7 @@ def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
             space, sequence = length, len(sequences)
             sequences.append([])
         sequences[sequence].append(piece)
-        left = space - sizes[piece]
+        left = space - size
         by_space[left].append(sequence)
         spaces |= 1 << left
     return sequences

@@ -87,8 +87,8 @@ class EndpointError(Exception):
     """
 
     def __init__(self, cause: str, detail: str, retry: bool = False, after: float | None = None) -> None:
-        text = redacted(visible(" ".join(detail[:CHUNK].split())))[:SHOWN]
-        self.cause, self.detail, self.retry, self.after = cause, text, retry, after
+        self.detail = redacted(visible(" ".join(detail[:CHUNK].split())))[:SHOWN]
+        self.cause, self.retry, self.after = cause, retry, after
         super().__init__(f"{cause}: {self.detail}")
 
 
@@ -194,19 +194,19 @@ class Client:
 
     def _read_reply(self, response: httpx.Response, path: str) -> Json:
         """Return the JSON object in a response, whose status must be 200."""
-        content = response.read()
+        content, status = response.read(), response.status_code
         text = content[:CHUNK].decode(errors="replace").replace(self.key, HIDDEN)  # some servers echo the key
-        if response.status_code in REMEDIES:
-            remedy = REMEDIES[response.status_code].format(by=self.by, options=self.options)
+        if status in REMEDIES:
+            remedy = REMEDIES[status].format(by=self.by, options=self.options)
             words = " ".join(text.split())[:SHOWN]
-            raise ValueError(f"{self.url}{path}: {response.status_code} ({words}); {remedy}")
-        if response.status_code != 200:
+            raise ValueError(f"{self.url}{path}: {status} ({words}); {remedy}")
+        if status != 200:
             seconds = response.headers.get("Retry-After", "")  # a date is ignored in favour of our own pause
             after = float(seconds) if seconds.isdigit() else None
-            temporary = response.status_code in TEMPORARY or response.status_code >= 500
+            temporary = status in TEMPORARY or status >= 500
             if self.without_template and "chat template" in text:
                 text = f"{self.without_template}; {text}"
-            raise EndpointError(f"http_{response.status_code}", text, temporary, after)
+            raise EndpointError(f"http_{status}", text, temporary, after)
         return read_object(content)
 
 
@@ -326,6 +326,7 @@ class Endpoint:
                 f"record {chat.id} is no chat, or the tokenizer of {self.tokenizer.name_or_path} has no chat template, "
                 "and an endpoint answers chats; remove it, give model.path= of the model that is served, or by=engine"
             )
+        settings = self.settings
         try:
             while True:
                 with self.lock:
@@ -336,20 +337,20 @@ class Endpoint:
                 body = {
                     "model": self.model,
                     "messages": chat.prompt,
-                    "temperature": self.settings.temperature,
-                    "top_p": self.settings.top_p if self.settings.temperature else 1.0,
-                    "max_tokens": self.settings.max_new_tokens,
+                    "temperature": settings.temperature,
+                    "top_p": settings.top_p if settings.temperature else 1.0,
+                    "max_tokens": settings.max_new_tokens,
                     "seed": chat.seed() % SEEDS,
                     "n": 1,
                     "stream": False,
                     **({"tools": chat.tools} if chat.tools else {}),
-                    **(TOKENS if self.settings.save_tokens else {}),
+                    **(TOKENS if settings.save_tokens else {}),
                     **({"chat_template_kwargs": self.template} if self.template else {}),
                     **self.client.config.extra,
                 }
                 data = self.client.request("POST", "/chat/completions", body)
                 reply = read_reply(data, self.model)
-                if self.settings.save_tokens:
+                if settings.save_tokens:
                     try:
                         (logged,) = logged_answers(data, "the reply")
                     except ValueError as error:

@@ -123,7 +123,7 @@ class Answers:
         entries, failures = self.finished()
         prompts = len({*ids, *entries, *failures})  # an earlier call may have had more prompts
         order = [id_ for id_ in ids if id_ in entries] + sorted(entries.keys() - set(ids))
-        answered = [id_ for id_ in order if not entries[id_].left_out]
+        answered = [entries[id_] for id_ in order if not entries[id_].left_out]
         reasons = [("left_out" if entries[id_].left_out else "shortened", entries[id_].cause, id_) for id_ in order]
         causes: dict[str, dict[str, list[str]]] = {"shortened": {}, "left_out": {}, "failed": {}}
         for kind, cause, id_ in [*reasons, *(("failed", cause, id_) for id_, cause in failures.items())]:
@@ -140,13 +140,13 @@ class Answers:
 
         def lines() -> Iterator[bytes]:
             with ExitStack() as stack:
-                files = {file: stack.enter_context(file.open("rb")) for file in {entries[id_].file for id_ in answered}}
-                for entry in (entries[id_] for id_ in answered):
+                files = {file: stack.enter_context(file.open("rb")) for file in {entry.file for entry in answered}}
+                for entry in answered:
                     files[entry.file].seek(entry.start)
                     yield _encoded(json.loads(files[entry.file].read(entry.end - entry.start))["chat"])
 
         atomic_write(self.out, lines())
-        answers = sum(entries[id_].answers for id_ in answered)
+        answers = sum(entry.answers for entry in answered)
         totals = {"prompts": prompts, "chats": len(answered), "answers": answers, **counts}
         meta = {
             "schema": SCHEMA,

@@ -98,26 +98,25 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     `make` computes the tensors of at most `micro` sequences in one call. If a write is refused, finished shards stay.
     """
     spec, written = store.spec, 0
-    mine = list(range(rank, spec.shards, world))
-    others = [number for number in range(spec.shards) if number % world != rank]
     share = -(-len(store.missing()) // world)
     with ThreadPoolExecutor(1) as thread, Bar(share, "extracting sequences") as bar:
         waiting = deque[Future[None]]()
         writer = FeatureStore(store.folder)  # a store object for the writing thread
-        for number in mine + others:
-            name = f"{number:06d}"
-            if all(map(store.has, spec.shard(number))):
+        # This process's own shards come first, the others' after them.
+        for number in sorted(range(spec.shards), key=lambda shard: shard % world != rank):
+            name, sequences = f"{number:06d}", spec.shard(number)
+            if all(map(store.has, sequences)):
                 continue
             with ExitStack() as claims:
                 free = claims.enter_context(claim(store.lock(name), wait=False))
                 store.refresh()
-                sequences = spec.shard(number)
                 if not free or all(map(store.has, sequences)):
                     continue
                 groups = []
                 for begin in range(0, len(sequences), micro):
-                    groups.append(make(sequences[begin : begin + micro]))
-                    bar.show(min(bar.done + len(sequences[begin : begin + micro]), share))
+                    group = sequences[begin : begin + micro]
+                    groups.append(make(group))
+                    bar.show(min(bar.done + len(group), share))
                 while waiting and (len(waiting) >= WAITING or waiting[0].done()):
                     waiting.popleft().result()
                 waiting.append(thread.submit(_write, writer, name, sequences, groups, claims.pop_all()))

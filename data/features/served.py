@@ -277,10 +277,10 @@ class ServedFeatures(ReadAhead[list[PendingSequence]]):
         return f"features: {self.served} sequences served"
 
     def _fetch(self, piece: Piece, into: States) -> None:
-        """Write a document's states to its positions in the sequence."""
+        """Write a document's states to its positions in the sequence, in the sequence's dtype."""
         states = self.servers.states(piece)
-        into.hidden[0, piece.span] = states[:, self.servers.ids.layers].to(into.hidden.dtype)
-        into.last_hidden[0, piece.span] = states[:, self.servers.ids.last].to(into.last_hidden.dtype)
+        into.hidden[0, piece.span] = states[:, self.servers.ids.layers]
+        into.last_hidden[0, piece.span] = states[:, self.servers.ids.last]
 
     def _whole(self, sequence: PendingSequence) -> States:
         """Wait for a sequence's states and return them on the device."""
