@@ -124,28 +124,30 @@ class Batch:
 
     def compact_slots(self) -> None:
         """Move the last sequences into free slots, so that running sequences have the first slots."""
+        active = self.cache.active
         while None in self.slots:
             if (last := self.slots.pop()) is not None:
                 from_slot, slot = len(self.slots), self.slots.index(None)
                 self.slots[slot] = last
-                self.cache.active[from_slot].move(slot)
-                self.cache.active[slot] = self.cache.active[from_slot]
-                self.draft_batch.move(from_slot, slot, self.cache.active[slot].length)
-        del self.cache.active[len(self.slots) :]
+                active[from_slot].move(slot)
+                active[slot] = active[from_slot]
+                self.draft_batch.move(from_slot, slot, active[slot].length)
+        del active[len(self.slots) :]
 
     def take_new_drafter(self) -> None:
         """Swap in the drafter of `swappable` if it has changed; if that fails, keep the current one and put it back."""
-        if self.swappable is None or (drafter := self.swappable.drafter) is self.drafter:
+        swappable = self.swappable
+        if swappable is None or (drafter := swappable.drafter) is self.drafter:
             return
         try:
             self.swap(drafter)
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            with self.swappable.lock:  # unless another thread has swapped again
-                if self.swappable.drafter is drafter:
-                    self.swappable.drafter = self.swappable.last_good = self.drafter
+            with swappable.lock:  # unless another thread has swapped again
+                if swappable.drafter is drafter:
+                    swappable.drafter = swappable.last_good = self.drafter
             log.warning("%s is put back: %s fails (%s)", self.drafter.name, drafter.name, one_line(error))
         else:
-            self.swappable.last_good = drafter
+            swappable.last_good = drafter
 
     @torch.inference_mode()
     def swap(self, drafter: Drafter) -> None:

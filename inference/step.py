@@ -350,7 +350,7 @@ class DeviceStep:
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees; their entries follow each sequence's committed ones."""
-        tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.node_depth
+        target, tree, ancestor_mask, depth = self.target, drafted.tree, drafted.ancestor_mask, drafted.node_depth
         count, size = tree.token.shape
         # Nodes beyond max_draft_depth run at its position and are never accepted; idle slots run at position 0.
         position = slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])
@@ -358,27 +358,27 @@ class DeviceStep:
         token = tree.token.clamp_min(0)
         layers = self.draft_batch.traits.feature_layers
         proposal = self.plan.proposal
-        if count == 1 and not self.fixed_shapes and (self.target.compiled is None or proposal is not None):
+        if count == 1 and not self.fixed_shapes and (target.compiled is None or proposal is not None):
             cache = self.cache.active[0]
             attn_mask = None
             if size > 1:
                 cache.snapshot()  # a root is never rolled back, so the baseline needs no copy
-                if self.target.takes_trees:
+                if target.takes_trees:
                     attn_mask = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
                 elif not self.plan.chain:
-                    raise ValueError(f"{self.target.name}: {self.target.incompatibility}; draft with tree=chain")
+                    raise ValueError(f"{target.name}: {target.incompatibility}; draft with tree=chain")
             stack = None if proposal is None or proposal.look_ahead is None else proposal.look_ahead.stack
-            return self.target.run(token, position, attn_mask, cache, layers, stack=stack)
+            return target.run(token, position, attn_mask, cache, layers, stack=stack)
         end = kv_length if self.fixed_shapes else kv_length + size
         batch_pass, attn_mask, key_position = self.cache.storage.tree_pass(
             slots.length, ancestor_mask, depth, end, fixed_shapes=self.fixed_shapes
         )
-        if self.allows_host_sync and size > 1 and self.target.takes_ragged and self.target.compiled is None:
+        if self.allows_host_sync and size > 1 and target.takes_ragged and target.compiled is None:
             valid = (tree.token >= 0) * slots.active[:, None]
             layout = Ragged.of((valid * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist(), slots.length.tolist())
             if layout.tails:
-                return self.target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
-        return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
+                return target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
+        return target.run(token, position, attn_mask, batch_pass, layers, key_position)
 
     def sample_target(
         self,
@@ -483,6 +483,7 @@ class DeviceStep:
 
     def compact(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> Features | None:
         """Compact the cache to the accepted paths and advance the slots; return the drafter's rows, if it reads any."""
+        committed = accepted.committed
         step = torch.arange(max_committed, device=accepted.path.device)
         path = accepted.path[:, :max_committed]
         token = accepted.token[:, :max_committed]
@@ -490,13 +491,13 @@ class DeviceStep:
         if not self.plan.chain:
             begin = slots.length[:, None]
             self.cache.storage.compact(row, begin + path, begin + step)
-        root = token.gather(1, (accepted.committed[:, None] - 1).clamp_min(0))[:, 0]
-        slots.root.copy_(torch.where(accepted.committed > 0, root, slots.root) if self.has_idle else root)
-        slots.length.add_(accepted.committed)
-        slots.max_draft_depth.sub_(accepted.committed)
-        slots.min_tokens_left.sub_(accepted.committed)
+        root = token.gather(1, (committed[:, None] - 1).clamp_min(0))[:, 0]
+        slots.root.copy_(torch.where(committed > 0, root, slots.root) if self.has_idle else root)
+        slots.length.add_(committed)
+        slots.max_draft_depth.sub_(committed)
+        slots.min_tokens_left.sub_(committed)
         if self.penalises:
-            taken = step < accepted.committed[:, None]
+            taken = step < committed[:, None]
             slots.seen_tokens.scatter_(1, torch.where(taken, token, slots.root[:, None]), True)
         if self.draft_batch.traits.head_batch is None:
             return None

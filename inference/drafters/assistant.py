@@ -246,23 +246,23 @@ class AssistantState(DrafterState):
         ROOT in `above` is the last token read.
         """
         own_token = self.vocabulary.to_assistant(token)
-        model, device = self.model, self.model.device
-        first = len(self.path)
+        model, device, paths = self.model, self.model.device, self.path
+        first = len(paths)
         text = len(self.token)
         self.nodes = list(range(first, first + len(above)))
         for node, parent, t in zip(self.nodes, above, own_token.tolist(), strict=True):
             self.below[parent, t] = node
-            self.path.append([*(() if parent == ROOT else self.path[parent]), node])
-        depth = torch.tensor([len(path) for path in self.path], device=device)
+            paths.append([*(() if parent == ROOT else paths[parent]), node])
+        depth = torch.tensor([len(path) for path in paths], device=device)
         key_position = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
         position = key_position[:, self.cache.length :]
         attn_mask = None
         # A chain attends to everything before it, which needs no mask.
-        if any(len(self.path[node]) < len(self.path) for node in self.nodes):
-            attn_mask = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
+        if any(len(paths[node]) < len(paths) for node in self.nodes):
+            attn_mask = torch.zeros(1, len(above), text + len(paths), dtype=torch.bool, device=device)
             attn_mask[..., :text] = True
             for row, node in enumerate(self.nodes):
-                attn_mask[0, row, [text + ancestor for ancestor in self.path[node]]] = True
+                attn_mask[0, row, [text + ancestor for ancestor in paths[node]]] = True
         last = model.run(own_token[None], position, attn_mask, self.cache, key_position=key_position).last_hidden
         return model.embeddings.logits(last)[0]
 

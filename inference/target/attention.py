@@ -203,11 +203,11 @@ def within(
     window: Window,
 ) -> Float[Tensor, "1 H N F"]:
     """Return one document's causal attention, over the last `window` tokens if given."""
-    length = query.shape[2]
+    heads, length = query.shape[1:3]
     masked = window is not None and length > window
-    if query.shape[1] != key.shape[1] and not takes_groups(query, masked=masked):
-        key, value = repeated(key, value, query.shape[1])
-    attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    if heads != key.shape[1] and not takes_groups(query, masked=masked):
+        key, value = repeated(key, value, heads)
+    attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=heads != key.shape[1])
     if window is None or not masked:
         return attend(query, key, value, is_causal=True)
     parts = []

@@ -158,18 +158,18 @@ class Storage:
         Also return the mask of the first S = `end` entries for each node, false after its tree, and the entries'
         positions.
         """
-        size = depth.shape[1]
-        column = torch.arange(end, device=length.device) - length[:, None]  # relative to the root
+        size, begin = depth.shape[1], length[:, None]
+        column = torch.arange(end, device=length.device) - begin  # relative to the root
         node = column.clamp(0, size - 1)
         within = (column >= 0) & (column < size)
         on_path = ancestor_mask.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
         seen = (column < 0)[:, None] | (within[:, None] & on_path)
         if end > self.capacity:
             self.reserve(2 * end)
-        write_index = length[:, None] + torch.arange(size, device=length.device)
+        write_index = begin + torch.arange(size, device=length.device)
         layers = self.layers.values()
         rows = BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, fixed_shapes)
-        return rows, seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
+        return rows, seen, begin + torch.where(within, depth.gather(1, node), column)
 
     def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], dest: Int[Tensor, "B P"]) -> None:
         """Copy each sequence's entries at `source` to `dest` in all layers; all reads come before the writes."""

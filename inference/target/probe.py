@@ -138,8 +138,9 @@ def _is_exact(check: Check, target: TargetModel, prompt: Tensor, drafted: DraftT
 @torch.no_grad()
 def packs(target: TargetModel) -> bool:
     """Return whether packed documents have the last hidden states of each document in a pass of its own."""
-    token = torch.arange(2 * PROMPT, device=target.device)[None] % target.embeddings.vocab_size
-    document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
+    index = torch.arange(2 * PROMPT, device=target.device)
+    token = index[None] % target.embeddings.vocab_size
+    document = (index > PROMPT).long()[None]
     single = [
         target.run(tokens, torch.arange(tokens.shape[1], device=target.device)[None], None, None).last_hidden
         for tokens in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
