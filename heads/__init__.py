@@ -85,11 +85,14 @@ def with_head(cfg: DictConfig) -> DictConfig:
         cfg.head = OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "head" / f"{options['name']}.yaml"), options)
     training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
     for section, values in training.items():
-        for key, value in values.items() if section in cfg else ():
+        if section not in cfg:
+            continue
+        ours = cfg[section]
+        for key, value in values.items():
             if key == "losses":
-                cfg[section][key] = value | OmegaConf.to_container(cfg[section][key], resolve=False)
-            elif cfg[section][key] == AUTO:
-                cfg[section][key] = value
+                ours[key] = value | OmegaConf.to_container(ours[key], resolve=False)
+            elif ours[key] == AUTO:
+                ours[key] = value
     return cfg
 
 

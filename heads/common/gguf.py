@@ -24,13 +24,14 @@ def gguf_file(path: str) -> Path | None:
     """Return the GGUF file that a path names or its folder holds, None without one; refuse several and parts."""
     given = Path(path)
     files = [given] if given.is_file() else sorted(given.glob(f"*{SUFFIX}")) if given.is_dir() else []
-    if not files or files[0].suffix != SUFFIX or any(given.glob("*.safetensors")):
+    file = files[0] if files else None
+    if file is None or file.suffix != SUFFIX or any(given.glob("*.safetensors")):
         return None
     if len(files) > 1:
-        raise ValueError(f"holds {len(files)} GGUF files: give one as model.path, such as {files[0]}")
-    if "-of-0" in files[0].stem:
-        raise ValueError(f"{files[0].name} is a part of a split GGUF: join them by llama-gguf-split --merge")
-    return files[0]
+        raise ValueError(f"holds {len(files)} GGUF files: give one as model.path, such as {file}")
+    if "-of-0" in file.stem:
+        raise ValueError(f"{file.name} is a part of a split GGUF: join them by llama-gguf-split --merge")
+    return file
 
 
 def resolve_gguf(path: str) -> tuple[str, dict[str, str]]:

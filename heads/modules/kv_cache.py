@@ -129,12 +129,13 @@ class KVCache:
         """Return a layer's buffers with at least `end` entries; full buffers double in size."""
         if layer == len(self.layers):
             self.layers.append((self._buffer(key, end), self._buffer(value, end)))
-        elif end > self.layers[layer][0].shape[2]:
-            key, value = (self._buffer(buffer, end) for buffer in self.layers[layer])
-            for before, after in zip(self.layers[layer], (key, value), strict=True):
+        held = self.layers[layer]
+        if end > held[0].shape[2]:
+            key, value = (self._buffer(buffer, end) for buffer in held)
+            for before, after in zip(held, (key, value), strict=True):
                 after[:, :, : before.shape[2]] = before
-            self.layers[layer] = key, value
-        return self.layers[layer]
+            held = self.layers[layer] = key, value
+        return held
 
     def _buffer(self, like: Tensor, end: int) -> Tensor:
         # Zeros, since a mask does not hide a NaN in an unwritten entry.

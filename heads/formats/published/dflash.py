@@ -53,31 +53,32 @@ PARTS = {
 def read(source: plan.PublishedHead, embeddings: Embeddings) -> plan.TensorMapping:
     """Return the mapping of the format's tensors."""
     options, stored = source.config | (source.config.get("dflash_config") or {}), source.tensors
+    get = options.get
     ours = {name: stored[foreign] for name, foreign in NAMES.items() if foreign in stored}
     plan.check_width(source, "fc.weight", embeddings)
     plain = {"markov_head_type": "vanilla", "use_swa": False, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
     for key, value in plain.items():
-        if options.get(key) not in (None, value):
+        if get(key) not in (None, value):
             raise source.refusal(f"{key}={options[key]}")
-    parts = PARTS | ({"projector_type": "domino.gru.weight_hh"} if options.get("projector_type") == "domino" else {})
+    parts = PARTS | ({"projector_type": "domino.gru.weight_hh"} if get("projector_type") == "domino" else {})
     for key, name in parts.items():
-        if options.get(key):
+        if get(key):
             source.tensor(NAMES.get(name, name), key)
     ids = plan.drafted_by_offsets(source, embeddings)
     domino, markov, selector = (ours.get(f"{name}.weight") for name in ("domino.down", "before", "selector.projection"))
-    if domino is not None and options.get("pure_draft_prefix_len") != 1:
-        raise source.refusal(f"pure_draft_prefix_len={options.get('pure_draft_prefix_len')}")
+    if domino is not None and get("pure_draft_prefix_len") != 1:
+        raise source.refusal(f"pure_draft_prefix_len={get('pure_draft_prefix_len')}")
     for key in ("block_size",) if selector is None else ("block_size", "selector_top_k"):
-        if not isinstance(options.get(key), int):
+        if not isinstance(get(key), int):
             raise source.error(f"config.json does not say {key}; download it again")
-    anchor = options.get("sample_from_anchor" if domino is None else "shift_label", markov is not None)
-    token, feature_layers = source.mask_token(options.get("mask_token_id"), embeddings), options.get(plan.BLOCK_OUTPUTS)
+    anchor = get("sample_from_anchor" if domino is None else "shift_label", markov is not None)
+    token, feature_layers = source.mask_token(get("mask_token_id"), embeddings), get(plan.BLOCK_OUTPUTS)
     fc, confidence = stored["fc.weight"], ours.get("confidence.weight")
     filled = {"mask": embedding_of(embeddings, torch.tensor(token)).to("cpu", fc.dtype)}
     if markov is not None and confidence is not None and confidence.shape[1] == len(fc):
         # The format's confidence head does not read the Markov state: its columns are zeros.
         filled["confidence.weight"] = torch.cat([confidence, confidence.new_zeros(1, markov.shape[1])], 1)
-    if feature_layers is None and options.get(plan.BLOCK_STATES) is not None:
+    if feature_layers is None and get(plan.BLOCK_STATES) is not None:
         feature_layers = plan.as_outputs(options[plan.BLOCK_STATES])
     if feature_layers is None and fc.shape[1] != DFLASH_LAYERS * embeddings.hidden_size:
         raise source.error(
@@ -92,13 +93,13 @@ def read(source: plan.PublishedHead, embeddings: Embeddings) -> plan.TensorMappi
         "depths": options["block_size"] - (0 if anchor else 1),
         "layers": source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$"),
         "feature_layers": feature_layers,
-        "causal": bool(options.get("is_causal", options.get("causal_head") or options.get("causal"))),
+        "causal": bool(get("is_causal", get("causal_head") or get("causal"))),
         "from_anchor": bool(anchor),
         "markov_rank": None if markov is None else markov.shape[1],
         "domino": None if domino is None else domino.shape[1] - len(fc),
         "domino_rank": 1 if domino is None else len(domino),
         "selector_rank": None if selector is None else len(selector),
-        "selector_top_k": options.get("selector_top_k") or 1,
+        "selector_top_k": get("selector_top_k") or 1,
         "confidence": confidence is not None,
         "mask_token": token,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in stored,

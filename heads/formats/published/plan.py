@@ -179,26 +179,27 @@ def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, slidin
     missing tensors, rows that do not divide into attention heads, and options that heads here do not have.
     """
     config = source.config
-    alike = sliding and set(config.get("layer_types") or ()) == {"sliding_attention"}
-    length = config.get("sliding_window") if alike else None
+    get, kinds = config.get, config.get("layer_types") or ()
+    alike = sliding and set(kinds) == {"sliding_attention"}
+    length = get("sliding_window") if alike else None
     for name in sorted(source.tensors):
         if name.startswith(layer) and name.endswith("_proj.bias"):
             raise source.refusal(f"a bias in its layer, {name} (attention_bias, qkv_bias)")
-    if config.get("hidden_act") not in ACTIVATIONS:
+    if get("hidden_act") not in ACTIVATIONS:
         raise source.refusal(f"hidden_act={config['hidden_act']}")
-    slides = config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())
+    slides = get("use_sliding_window") or "sliding_attention" in kinds
     if slides and not isinstance(length, int):
         raise source.refusal("a sliding window (layer_types, use_sliding_window)")
-    if config.get("logit_scale", 1.0) != 1.0:
+    if get("logit_scale", 1.0) != 1.0:
         raise source.refusal(f"logit_scale={config['logit_scale']}")
     rows, kv_rows = (len(source.tensor(f"{layer}self_attn.{name}_proj.weight")) for name in "qk")
     normed = source.tensors.get(f"{layer}self_attn.q_norm.weight")
-    width = config.get("head_dim") or rows // (config.get("num_attention_heads") or embeddings.layer_dims.num_heads)
+    width = get("head_dim") or rows // (get("num_attention_heads") or embeddings.layer_dims.num_heads)
     width = width if normed is None else len(normed)
     if not width or rows % width or kv_rows % width or (rows // width) % (kv_rows // width or 1):
         raise source.error(f"{layer}self_attn.q_proj.weight has {rows} rows, k_proj {kv_rows}: no heads of {width}")
     try:
-        rope = positions_of(source.config) or PLAIN
+        rope = positions_of(config) or PLAIN
     except ValueError as error:
         raise source.error(str(error)) from None
     if rope.unsupported is not None:
@@ -211,7 +212,7 @@ def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, slidin
         "length": length,
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
-        "norm_eps": float(config.get("rms_norm_eps", EPS)),
+        "norm_eps": float(get("rms_norm_eps", EPS)),
     }
 
 
