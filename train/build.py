@@ -210,19 +210,19 @@ def loop_of(
 
     `run.tree` is one that the target can verify. Trackers record `values`; `settings` are `checkpoint.settings`.
     """
-    evaluator = rollouts = None
-    loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
+    trainer, evaluator, rollouts = run.trainer, None, None
+    loss = Loss(head, run.objective, compiled=trainer.compile, autocast=accelerator.mixed_precision == "bf16")
     best_head = BestHead(Path(run.out, "head"), head, target, run.tree)
     if isinstance(target, Target):
-        if run.trainer.eval_prompts:
-            evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
-        if isinstance(source, LiveFeatures) and run.trainer.compile:
+        if trainer.eval_prompts:
+            evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name)
+        if isinstance(source, LiveFeatures) and trainer.compile:
             source.forwards = target.compiled_forwards()
         if (drafted := run.objective.on_policy).prompts:
             rollouts = Rollouts(target, best_head.decoding, run.tree, drafted, run.objective.depths, source.batches)
-    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size, rollouts)
+    stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size, rollouts)
     weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
-    numerics = checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, accelerator.num_processes)
+    numerics = checkpoint.numerics(trainer, weighed, run.launcher.strategy, accelerator.num_processes)
     this_run = {"settings": settings, "arithmetic": numerics}
     return Loop(Path(run.out), stepper, best_head, evaluator, this_run, resumes=run.resume, config=values)
 

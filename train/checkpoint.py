@@ -112,18 +112,19 @@ def delete_old_checkpoints(folder: Path, keep: int, best: int) -> None:
 
 def defect(path: Path, rank: int, world: int) -> str:
     """Return the defect of a checkpoint, empty if intact; each process checks every `world`-th shard."""
+    file = path / INDEX
     try:
-        index = read_checked(path / INDEX)
+        index = read_checked(file)
         if index["format"] != FORMAT:
-            return f"{path / INDEX}: format {index['format']!r} where this version reads {FORMAT}"
+            return f"{file}: format {index['format']!r} where this version reads {FORMAT}"
         read_checked(path / STATE)
         for name, about in sorted(index["shards"].items())[rank::world]:
             if content_hash(inside(path, name)) != about["sha256"]:
                 return f"{path / name}: damaged, its checksum is not that of its content"
         if not {about["shard"] for about in index["tensors"].values()} <= index["shards"].keys():
-            return f"{path / INDEX}: damaged, it names a shard without a checksum"
+            return f"{file}: damaged, it names a shard without a checksum"
     except (KeyError, TypeError, AttributeError) as error:
-        return f"{path / INDEX}: damaged ({one_line(error)})"
+        return f"{file}: damaged ({one_line(error)})"
     except (OSError, ValueError) as error:
         return str(error)
     return ""

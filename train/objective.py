@@ -295,8 +295,8 @@ class _Chunked(torch.autograd.Function):
                     first = d * FIELDS
                     with torch.enable_grad():
                         fields = [None if x is None else x.detach()[pick.source] for x in inputs[first:][:FIELDS]]
-                        leaves = {i: x for i, x in enumerate(fields, first) if x is not None and needs_grad[i]}
-                        leaves = {i: x.requires_grad_() for i, x in leaves.items()}
+                        present = ((i, x) for i, x in enumerate(fields, first) if x is not None and needs_grad[i])
+                        leaves = {i: x.requires_grad_() for i, x in present}
                         loss, depth_sums = work.depth(d, DepthOutput._make(fields), pick, probs)
                     losses, sums[:, d] = losses + loss.detach(), sums[:, d] + depth_sums
                     targets = [*leaves.values(), *trained]

@@ -55,12 +55,13 @@ class Muon(torch.optim.Muon):
 def orthogonal(matrix: Float[Tensor, "m n"], coefficients: tuple[float, float, float]) -> Float[Tensor, "m n"]:
     """Return a matrix with the same singular vectors and singular values near 1: five Newton-Schulz iterations."""
     a, b, c = coefficients
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.T if is_tall else matrix
     wide = wide / wide.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+    return wide.T if is_tall else wide
 
 
 class MuonAndAdamW:

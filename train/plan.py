@@ -174,13 +174,14 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
         head = HEADS[run.head.name](run.head, target)
         whole = parameter_count(head)
         adapt(head, run.peft)
-    depths, anchors, tokens = run.objective.depths, run.objective.anchors, micro_batch_size * run.data.length
+    depths, anchors, length = run.objective.depths, run.objective.anchors, run.data.length
+    tokens = micro_batch_size * length
     if isinstance(head, HeadModule) and (head.max_depth < depths or not isinstance(head, Autoregressive)):
         head.check_depths(depths)
     drafted = tokens if anchors is None else min(tokens, micro_batch_size * anchors)  # rows drafted from at each depth
     # Activations: rows times the bytes that the modules keep per row. A query attends to half of the window's keys.
-    window = min(run.data.length, getattr(run.head, "length", None) or run.data.length)
-    keys = min(run.data.length, window - window * window / (2 * run.data.length) + HALF_BLOCK)
+    window = min(length, getattr(run.head, "length", None) or length)
+    keys = min(length, window - window * window / (2 * length) + HALF_BLOCK)
     saved = flops = 0.0
     for module, rows in computed(head, tokens, drafted, depths):
         saved += rows * per_row(module, item, (experts_of(target.config) or (1, 1))[1], run.trainer.recompute)
@@ -306,20 +307,20 @@ def plan(run: RunConfig) -> Plan:
 
 
 def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
-    trainer, launcher, features, length = run.trainer, run.launcher, run.features, run.data.length
-    device, shape, kind = run.device, target_shape(run.model), str(run.device.type)
+    trainer, launcher, features, model, length = run.trainer, run.launcher, run.features, run.model, run.data.length
+    device, shape, kind = run.device, target_shape(model), str(run.device.type)
     fast = fast_dtype(torch.device(kind))
-    item = (fast if run.model.dtype == AUTO else DTYPES[run.model.dtype]).itemsize  # bytes per value of the target
+    item = (fast if model.dtype == AUTO else DTYPES[model.dtype]).itemsize  # bytes per value of the target
     value = 2 if trainer.precision == "bf16" or (trainer.precision == AUTO and fast == torch.bfloat16) else 4
     cost = head_cost(run, shape.target, micro_batch_size, kind, value)
     # A quantised checkpoint's embeddings do not load without its layers, nor embeddings that compute with buffers.
     loaded = run.reads_target or saved_quantization(shape.config) is not None or not shape.loads_alone
-    layers = round(shape.weight_bytes(run.model.quantize, item, kind) * shape.inner) if loaded else 0
+    layers = round(shape.weight_bytes(model.quantize, item, kind) * shape.inner) if loaded else 0
     target, gathered, offloaded = target_state(run, shape, layers, item)
     evaluation, host_evaluation = 0, 0
     if run.eval.prompts:
         gate = item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
-        whole = round(shape.weight_bytes(run.model.quantize, gate, kind) * shape.inner)
+        whole = round(shape.weight_bytes(model.quantize, gate, kind) * shape.inner)
         evaluated, again, host_evaluation = target_state(run, shape, whole, gate)
         evaluation = sum(evaluated.values()) + again
     # A step's first micro-batch comes before the gradient; later ones keep the features of the one before in the pass.
@@ -328,7 +329,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     state, first = head_state(launcher, trainer, cost), micro_batch_size * launcher.world >= run.sequences_per_step
     gradient = first * state.get("head: gradients", 0)
     stages = {"head's step": tokens * row * (item + copied) + max(0, cost.activations + cost.loss - gradient)}
-    group = (run.model.tensor_parallel or launcher.local) if run.model.placement == TENSOR_PARALLEL else 1
+    group = (model.tensor_parallel or launcher.local) if model.placement == TENSOR_PARALLEL else 1
     if layers and features.runs_target:
         working = shape.working(tokens, length, item, read, group)
         stages["target's pass"] = gathered + working + (1 + (group > 1) + (not first)) * tokens * row * item

@@ -212,14 +212,14 @@ def check_run(run: RunConfig) -> None:
 
     A plan makes no network request, needs no disk space, and its store may be missing.
     """
-    model, out = run.model, Path(run.out)
+    model, data, out = run.model, run.data, Path(run.out)
     if run.eval.prompts:
         eval_config(**evaluation(run))
-    for name in filter(None, (*run.data.paths, run.data.prompts, run.workload and locate(run.workload))):
+    for name in filter(None, (*data.paths, data.prompts, run.workload and locate(run.workload))):
         if run.plan is not True or is_local(name):
-            is_trained = name in run.data.paths
-            holds_out = is_trained and not run.data.prompts and run.data.held_out >= len(run.data.paths)
-            check_source(name, run.data.split if is_trained else "", 2 if holds_out else 1)
+            is_trained = name in data.paths
+            holds_out = is_trained and not data.prompts and data.held_out >= len(data.paths)
+            check_source(name, data.split if is_trained else "", 2 if holds_out else 1)
         else:
             check_name(name)
     if run.features.mode == "stored" and (run.plan is not True or run.features.folder.exists()):

@@ -82,7 +82,7 @@ def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes
     accelerator.free_memory()  # for the evaluation, which loads its own target
     processes.release_freed()
     accelerator.wait_for_everyone()
-    together = run.model.placed.needs_all_ranks
+    out, together = Path(run.out), run.model.placed.needs_all_ranks
     main = accelerator.is_main_process
     if not run.eval.prompts or not (main or together):
         return
@@ -95,10 +95,10 @@ def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes
     if main:
         row = next((vars(row) for row in result.rows if row.drafter != BASELINE), {})
         numbers = {f"final_{key}": row.get(key) for key in ("tau", "speedup", "tokens_per_second", "lossless")}
-        steps = json.loads((Path(run.out) / COST).read_text())["steps"]
+        steps = json.loads((out / COST).read_text())["steps"]
         final = {"step": steps, **numbers, "lossless": float(result.passed)}
-        conclude(Path(run.out), run.trainer.trackers, values_of(run), final)
-        sweep.note(run.name, run.head.name, Path(run.out))
+        conclude(out, run.trainer.trackers, values_of(run), final)
+        sweep.note(run.name, run.head.name, out)
     if not result.passed:
         raise SystemExit(1)
 

@@ -98,7 +98,7 @@ def apply_launch_environment(launcher: Any, accelerators: int) -> None:
             }
     if launcher.num_nodes == 1 or launcher.main_process_ip is not None or "MASTER_ADDR" not in os.environ or launched():
         return
-    launcher.machine_rank = os.environ.get("NODE_RANK", launcher.machine_rank)
+    launcher.machine_rank = variable("NODE_RANK", launcher.machine_rank)
     launcher.main_process_ip = os.environ["MASTER_ADDR"]
 
 
