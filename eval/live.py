@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
@@ -94,15 +94,15 @@ def interleave(
             runner(run)
     every = range(len(prompts))
     if batch_size > 1:
-        return in_turns(list(runners), lambda name, *_: runners[name](tokens), [every], repeats, seed, begin)
+        return in_turns(runners, lambda name, *_: runners[name](tokens), [every], repeats, seed, begin)
     batches = [[index] for index in every]
     return in_turns(
-        list(runners), lambda name, at, _: [runners[name](tokens[at[0]])], batches, repeats, seed, begin
+        runners, lambda name, at, _: [runners[name](tokens[at[0]])], batches, repeats, seed, begin
     )  # fmt: skip
 
 
 def in_turns(
-    names: Sequence[str],
+    names: Collection[str],
     answer: Callable[[str, Sequence[int], int], Sequence[T]],
     batches: Sequence[Sequence[int]],
     repeats: int,

@@ -90,7 +90,7 @@ def rank_text(
         done = root
         for tree in largest:
             tokens = text.token[root + 1 : root + 1 + depth]
-            growth, score = by_confidence(head, state, level, tree, roots, min(depth, head.max_depth))
+            growth, score = by_confidence(head, state, level, tree, roots, depth)
             built = DraftTree(*(row[0] for row in growth.build()))
             grown[growth_key(tree)].append(tree_acceptance(built, score[0], tokens, min(depth, tree.depth)))
         root += 1

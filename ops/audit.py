@@ -141,10 +141,11 @@ def audited(config: compare.AuditConfig) -> Verdict:
     """
     out, client = Path(config.out).expanduser(), config.client
     check_writable(out, "out")
-    sides = {compare.AUDITED: Server(config.url, client, "url")}
+    server = Server(config.url, client, "url")
+    sides = {compare.AUDITED: server}
     plain = replace(client, extra={**client.extra, **config.plain})
     sides[compare.BASELINE] = Server(config.baseline or config.url, plain, compare.BASELINE)
-    sides[compare.BASELINE].check_baseline_of(sides[compare.AUDITED])
+    sides[compare.BASELINE].check_baseline_of(server)
     selection = Selection(config.prompts, 0, False, "first", True)
     questions = [
         question
@@ -165,7 +166,7 @@ def audited(config: compare.AuditConfig) -> Verdict:
     record = cleaned({
         "schema": 1,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "model": sides[compare.AUDITED].model,
+        "model": server.model,
         **{side: sides[side].url for side in compare.SIDES},
         "verdict": verdict._asdict(),
         "requests": asker.requests,
@@ -187,9 +188,7 @@ def audited(config: compare.AuditConfig) -> Verdict:
         difference = shown[0]
         concurrent = cycled(questions, difference.in_flight)[1 : difference.in_flight]
         texts[REPRODUCTION] = reproduction(audit, difference, concurrent, key)
-        lines += (
-            f"\nreproduction: python {out / REPRODUCTION} {sides[compare.AUDITED].url} {sides[compare.BASELINE].url}"
-        )
+        lines += f"\nreproduction: python {out / REPRODUCTION} {server.url} {sides[compare.BASELINE].url}"
     for name, text in texts.items():
         atomic_write(out / name, text.encode(errors="replace"))
     print(visible(lines))

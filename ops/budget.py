@@ -263,14 +263,16 @@ class Forecast:
                 done = points.setdefault(candidate, [])
                 if len(done) > index:
                     continue
-                begin = self.stable(done[-1]["steps"]) if done else 0
+                earlier = done[-1]["steps"] if done else 0
+                begin = self.stable(earlier)
                 more = int((share / len(running) - fixed[candidate]) / cost[candidate])
-                steps = max(begin + more, done[-1]["steps"] + 2 if done else least)
+                steps = max(begin + more, earlier + 2 if done else least)
                 self.measure(candidate, steps, config.cooldown, begin)
-                done.append({"steps": steps, **measured(self.folder(candidate), candidate)})
+                point = {"steps": steps, **measured(self.folder(candidate), candidate)}
+                done.append(point)
                 self.save()
                 tokens = steps * self.run.trainer.batch_tokens
-                print_line(f"{candidate}: {tokens:,} tokens, τ {done[-1]['tau']:.2f}, {done[-1]['speedup']:.2f}x")
+                print_line(f"{candidate}: {tokens:,} tokens, τ {point['tau']:.2f}, {point['speedup']:.2f}x")
             running.sort(key=lambda candidate: -points[candidate][index]["speedup"])
             running = running[: math.ceil(len(running) / 2)]
         return running[0]
@@ -278,9 +280,10 @@ class Forecast:
     def finish(self, candidate: str) -> None:
         """Train a candidate for the rest of the budget, and print the forecast and the result."""
         state, points = self.state, self.state["points"][candidate]
+        newest = points[-1]
         if state["steps"] is None:
             clear_out(self.out)
-            last = points[-1]["steps"]
+            last = newest["steps"]
             begin, left = self.stable(last), self.budget.amount - state["spent"] - state["fixed"][candidate]
             saved = checkpoint.folder_of(Path("checkpoints"), begin)
             shutil.copytree(self.folder(candidate) / saved, self.out / saved)
@@ -290,7 +293,7 @@ class Forecast:
             self.save()
         steps, (trained, taus, errors) = state["steps"], ([p[key] for p in points] for key in ("steps", "tau", "error"))
         tau = predict(trained, taus, errors, steps, 1.0 + self.run.tree.tree_depth)
-        speed = points[-1]["speedup"] / points[-1]["tau"]  # at the last measured cost of a pass
+        speed = newest["speedup"] / newest["tau"]  # at the last measured cost of a pass
         forecasts = [scale * value for scale in (1.0, speed) for value in tau]
         promised = "τ {:.2f} [{:.2f}, {:.2f}], speedup {:.2f} [{:.2f}, {:.2f}] (interval of {:.0%})".format(
             *forecasts, LEVEL

@@ -141,7 +141,7 @@ def _runs(
         return answers
 
     batches = [[i] for i in range(count)] if in_flight == 1 and rate is None else [range(count)]
-    answers = in_turns(list(servers), answer, batches, repeats, measurement.seed)
+    answers = in_turns(servers, answer, batches, repeats, measurement.seed)
     if results.BASELINE in servers:
         servers[results.BASELINE].refuse_drafts()
     return {name: Runs(answers[name], passes[name]) for name in servers}
