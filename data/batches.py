@@ -57,14 +57,32 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
     ]
     if not pieces:
         raise ValueError("no samples to pack; give data with at least one")
-    sequences = _best_fit([len(token) for token, _ in pieces], length)
+    sequences: list[list[int]] = []
+    by_space: list[list[int]] = [[] for _ in range(length + 1)]
+    # Bit s is set if a sequence has s tokens left, so the fullest with room is the lowest set bit from `size` on.
+    spaces = 0
+    for piece in sorted(range(len(pieces)), key=lambda i: -len(pieces[i][0])):
+        size = len(pieces[piece][0])
+        fitting = spaces >> size
+        if fitting:
+            space = size + (fitting & -fitting).bit_length() - 1
+            sequence = by_space[space].pop()
+            if not by_space[space]:
+                spaces &= ~(1 << space)
+        else:
+            space, sequence = length, len(sequences)
+            sequences.append([])
+        sequences[sequence].append(piece)
+        left = space - size
+        by_space[left].append(sequence)
+        spaces |= 1 << left
     shape = len(sequences), length
     token = np.zeros(shape, dtype=np.int32)
     document = np.full(shape, -1, dtype=np.int32)
     mask = np.zeros(shape, dtype=np.int8)
-    for r, sequence in enumerate(sequences):
+    for r, members in enumerate(sequences):
         start = 0
-        for number, piece in enumerate(sequence):
+        for number, piece in enumerate(members):
             end = start + len(pieces[piece][0])
             token[r, start:end], mask[r, start:end] = pieces[piece]
             document[r, start:end] = number
@@ -91,30 +109,6 @@ def sample_arrays(samples: Sequence[Sample]) -> Iterator[tuple[TokenArray, Token
     else:
         for sample in samples:
             yield np.asarray(sample.token, dtype=np.int32), np.asarray(sample.loss_mask, dtype=np.int8)
-
-
-def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
-    """Put each size into the fullest sequence with room for it, largest first; return each sequence's indices."""
-    sequences: list[list[int]] = []
-    by_space: list[list[int]] = [[] for _ in range(length + 1)]
-    # Bit s is set if a sequence has s tokens left, so the fullest with room is the lowest set bit from `size` on.
-    spaces = 0
-    for piece in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        size = sizes[piece]
-        fitting = spaces >> size
-        if fitting:
-            space = size + (fitting & -fitting).bit_length() - 1
-            sequence = by_space[space].pop()
-            if not by_space[space]:
-                spaces &= ~(1 << space)
-        else:
-            space, sequence = length, len(sequences)
-            sequences.append([])
-        sequences[sequence].append(piece)
-        left = space - size
-        by_space[left].append(sequence)
-        spaces |= 1 << left
-    return sequences
 
 
 class Batches:

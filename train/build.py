@@ -40,7 +40,8 @@ from heads.formats.published.export import TargetFacts
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import choose_draft_vocab
 from inference.drafters.policy import verifiable
-from inference.target.embeddings_only import AnyTarget, load_target, norm_of
+from inference.target.embeddings import final_norm
+from inference.target.embeddings_only import AnyTarget, EmbeddingsOnly, load_target
 from inference.target.target import Target
 from train import checkpoint
 from train.config import RunConfig
@@ -64,7 +65,8 @@ def source_for(config: FeaturesConfig, target: AnyTarget, head: DraftHead, batch
         return LiveFeatures(target, batches, head.feature_layers)
     form = FeatureRequest(head.feature_layers, target.dtype)
     if config.mode == "engine":
-        norm, spec = norm_of(target), target.spec
+        spec = target.spec
+        norm = target.norm if isinstance(target, EmbeddingsOnly) else final_norm(target.base, spec.num_layers)
         servers = VllmServers(config, LayerIds.of(config.vllm_layers, form.layers, spec.num_layers), spec.hidden_size)
         servers.check(next(pieces(batches.packed, 0)), norm, target.embeddings)  # the longest sequence is packed first
         return ServedFeatures(servers, batches, form, norm, target.device, config.prefetch)
@@ -175,7 +177,7 @@ def executable_micro_batch(
         shape = (*batch.token.shape, len(head.feature_layers) + 1, head.embeddings.hidden_size)
         dtype = target.dtype
         for _ in range(2):
-            if isinstance(target, Target) and run.features.runs_target:
+            if isinstance(target, Target) and run.features.mode == "live":
                 features = target.features(batch.token, batch.document, head.feature_layers)
             else:
                 states = torch.zeros(shape, dtype=dtype, device=device)

@@ -228,8 +228,7 @@ class RunConfig(JobConfig):
         # init=auto starts head=mtp from the last layer, whether or not features are stored.
         starts = self.init in (LAST_LAYER, CHECKPOINT) or (self.init == AUTO and isinstance(self.head, Mtp.Config))
         decodes = self.trainer.eval_prompts or self.objective.on_policy.prompts
-        given = not self.features.runs_target and not decodes
-        return starts or not given or not self.model.as_saved
+        return starts or self.features.mode == "live" or bool(decodes) or not self.model.as_saved
 
     @property
     def alone_on_cpu(self) -> bool:

@@ -330,7 +330,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     gradient = first * state.get("head: gradients", 0)
     stages = {"head's step": tokens * row * (item + copied) + max(0, cost.activations + cost.loss - gradient)}
     group = (model.tensor_parallel or launcher.local) if model.placement == TENSOR_PARALLEL else 1
-    if layers and features.runs_target:
+    if layers and features.mode == "live":
         working = shape.working(tokens, length, item, read, group)
         stages["target's pass"] = gathered + working + (1 + (group > 1) + (not first)) * tokens * row * item
     capacity = round(float(device.memory_gb or 0) * GIB)
@@ -359,7 +359,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     if device.tflops is not None:  # on a CPU the rate is that of all cores, which the machine's processes share
         rate, devices = 3600e12 * device.tflops * device.mfu, launcher.num_nodes if kind == "cpu" else launcher.world
         target_hours = flops[0] / rate
-        hours = (flops[1] / rate + features.runs_target * target_hours) / devices
+        hours = (flops[1] / rate + (features.mode == "live") * target_hours) / devices
     return Plan(run, shape, cost, micro_batch_size, memory, host, disk, flops, hours, target_hours)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from jaxtyping import Float
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -214,13 +213,13 @@ class Stepper:
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
         micro_batches, rollout_tokens = self.source(step), 0
+        batches = [micro.batch for micro in micro_batches]
         mark("data")
         if self.rollouts is not None and self.rollouts.due(step):
-            given = [micro.batch for micro in micro_batches]
-            rollout, rollout_tokens = self.rollouts(step, given, self.state.weights())
+            rollout, rollout_tokens = self.rollouts(step, batches, self.state.weights())
             micro_batches = [*micro_batches, *rollout]
+            batches += [micro.batch for micro in rollout]
             mark("rollout")
-        batches = [micro.batch for micro in micro_batches]
         keys = [row_keys(trainer.seed, step, batch.index) for batch in batches]
         sampled = [self.loss.sample_rows(*inputs) for inputs in zip(batches, keys, strict=True)]
         mine: Any = sum(torch.stack([weight.normalizer, weight.trained.sum((1, 2))]) for _, weight in sampled)
@@ -244,7 +243,13 @@ class Stepper:
             mark("head")
         norm = self.strategy.clip(trainer.clip)
         mark("optimiser")
-        numbers = self.reduce_metrics(totals, torch.as_tensor(norm), trained)
+        table = torch.stack([*totals.values(), torch.as_tensor(norm).to(trained).expand_as(trained)])
+        table = self.accelerator.reduce(table, "sum")
+        table[1:-1] /= trained  # the loss is a mean already
+        *means, norms, rows = torch.cat([table, trained[None]]).tolist()  # the only read of the host
+        metrics: Json = dict(zip(totals, means, strict=True))
+        numbers = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy"), **metrics}
+        numbers |= {"grad_norm": norms[0] / self.accelerator.num_processes, "rows": int(rows[0])}
         if self.rollouts is not None:
             numbers["rollout_tokens"] = int(read_tokens[0])
             self.progress["rollout_tokens"] += numbers["rollout_tokens"]
@@ -260,19 +265,10 @@ class Stepper:
         mark("optimiser")
         self.steps, self.rows = self.steps + 1, self.rows + numbers["rows"]
         self.stall += self.source.stall - stall
-        logged = bad is not None or (step + 1) % trainer.log_every == 0
-        record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
-        return Step(record={**record, **self.cost()} if logged else None, bad=bad)
-
-    def reduce_metrics(self, totals: NamedTensors, norm: Tensor, trained: Float[Tensor, "d"]) -> Json:
-        """Return the step's loss, metrics and gradient norm over all processes: the only read of the host."""
-        table = torch.stack([*totals.values(), norm.to(trained).expand_as(trained)])
-        table = self.accelerator.reduce(table, "sum")
-        table[1:-1] /= trained  # the loss is a mean already
-        *means, norms, rows = torch.cat([table, trained[None]]).tolist()
-        metrics: Json = dict(zip(totals, means, strict=True))
-        first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
-        return {**first, **metrics, "grad_norm": norms[0] / self.accelerator.num_processes, "rows": int(rows[0])}
+        if bad is None and (step + 1) % trainer.log_every:
+            return Step(None, None)
+        skipped = {} if bad is None else {"skipped": True}
+        return Step({**numbers, "lr": self.rate(step), **skipped, **self.cost()}, bad)
 
     def cost(self) -> Json:
         """Return the cost per step since the last record: rates over all processes, other numbers for this one."""

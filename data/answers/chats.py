@@ -242,11 +242,9 @@ class Answerer(Protocol):
 
     def answer(self, chats: Iterable[OngoingChat]) -> Iterator[Outcome]:
         """Answer all records, several at a time, and yield the outcomes as they finish."""
-        ...
 
     def describe(self) -> Json:
         """Return the settings that affect the answers, for their provenance."""
-        ...
 
 
 def turns_of(messages: Messages) -> list[Messages]:

@@ -35,6 +35,7 @@ from data.text.streams import at
 from heads.base import Embeddings, Features, Layers, to_device
 from heads.common.untrusted import inside, regular
 from heads.formats.published.plan import as_states
+from heads.shapes import Sequences
 from inference.target.attention import spans_of
 
 SETUP = "start vLLM as docs/data_features.md has it"
@@ -247,7 +248,6 @@ class ServedFeatures(ReadAhead[list[PendingSequence]]):
         self, servers: VllmServers, batches: Batches, request: FeatureRequest, norm: nn.Module, device: torch.device,
         ahead: int,
     ) -> None:  # fmt: skip
-        """Request nothing yet."""
         super().__init__(batches, request, device, ahead)
         self.servers, self.norm = servers, norm
         self.served = 0  # number of finished sequences
@@ -263,10 +263,9 @@ class ServedFeatures(ReadAhead[list[PendingSequence]]):
             pending.append((index, states, documents))
         return pending
 
-    def finish(self, batch: Batch, job: list[PendingSequence]) -> Features:
+    def finish(self, token: Sequences, document: Sequences, job: list[PendingSequence]) -> Features:
         """Wait for a micro-batch's states and return its features."""
         hidden, last = (torch.cat(parts) for parts in zip(*map(self._whole, job), strict=True))
-        token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
         return Features(token, hidden, last, document)
 
     def close(self) -> str:

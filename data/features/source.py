@@ -18,7 +18,7 @@ from data.batches import Batch, Batches
 from data.features.store import DTYPES, FeatureRequest, FeatureStore, decode_sequences
 from heads.base import Features, NamedTensors, to_device
 from heads.common.typed import Count, OneOf
-from heads.shapes import PerSequence
+from heads.shapes import PerSequence, Sequences
 
 T = TypeVar("T")
 READERS = 4  # threads; hashing and copying release the GIL
@@ -53,11 +53,6 @@ class FeaturesConfig:
             check_url("features.url", url)
 
     @property
-    def runs_target(self) -> bool:
-        """Return whether every training step runs the target's forward pass."""
-        return self.mode == "live"
-
-    @property
     def folder(self) -> Path:
         """The store's folder."""
         assert self.path
@@ -80,18 +75,15 @@ class FeatureSource(Protocol):
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step, whose features are read lazily."""
-        ...
 
     def close(self) -> str:
         """Stop prefetching, and return a line of statistics, or an empty line."""
-        ...
 
 
 class ReadAhead(Generic[T]):
     """A feature source that prefetches `ahead` micro-batches: `begin` starts one, `finish` waits for it."""
 
     def __init__(self, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int) -> None:
-        """Start no read yet."""
         self.batches, self.request, self.device, self.ahead = batches, request, device, ahead
         self.stall = 0.0  # seconds that training has waited
         self._jobs: deque[tuple[int, Batch, T]] = deque()
@@ -101,8 +93,8 @@ class ReadAhead(Generic[T]):
         """Start to read the sequences of a micro-batch."""
         raise NotImplementedError
 
-    def finish(self, batch: Batch, job: T) -> Features:
-        """Return the features of a micro-batch from the job that `begin` started."""
+    def finish(self, token: Sequences, document: Sequences, job: T) -> Features:
+        """Return the features of a micro-batch, whose tokens are on the device, from the job that `begin` started."""
         raise NotImplementedError
 
     def __call__(self, step: int) -> list[MicroBatch]:
@@ -119,7 +111,7 @@ class ReadAhead(Generic[T]):
     def _next(self) -> Features:
         _, batch, job = self._jobs.popleft()
         self._fill()
-        return self.finish(batch, job)
+        return self.finish(to_device(batch.token, self.device), to_device(batch.document, self.device), job)
 
     def _fill(self) -> None:
         while len(self._jobs) < self.ahead:
@@ -156,7 +148,6 @@ class StoredFeatures(ReadAhead[Future[list[NamedTensors]]]):
     def __init__(
         self, store: FeatureStore, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int
     ) -> None:
-        """Start no read yet."""
         super().__init__(batches, request, device, ahead)
         self.store = store
         self.read = 0  # number of sequences
@@ -178,7 +169,7 @@ class StoredFeatures(ReadAhead[Future[list[NamedTensors]]]):
             return sequences
         return [{name: tensor.pin_memory() for name, tensor in sequence.items()} for sequence in sequences]
 
-    def finish(self, batch: Batch, job: Future[list[NamedTensors]]) -> Features:
+    def finish(self, token: Sequences, document: Sequences, job: Future[list[NamedTensors]]) -> Features:
         """Return the features of a micro-batch."""
         begin = time.perf_counter()
         sequences = job.result()
@@ -189,5 +180,4 @@ class StoredFeatures(ReadAhead[Future[list[NamedTensors]]]):
             for sequence in sequences
         ]
         joined = {name: torch.cat([sequence[name] for sequence in moved]) for name in moved[0]}
-        token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
         return decode_sequences(joined, token, document, self.request, self.store.spec)

@@ -96,8 +96,3 @@ def load_target(model: ModelConfig, device: str, *, with_layers: bool) -> AnyTar
         except ValueError as error:
             log.warning("%s; the whole target is loaded", error)
     return Target.of(model, device=device)
-
-
-def norm_of(target: AnyTarget) -> nn.Module:
-    """Return the final norm of a target, with or without its layers."""
-    return target.norm if isinstance(target, EmbeddingsOnly) else final_norm(target.base, target.spec.num_layers)

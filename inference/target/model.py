@@ -262,10 +262,9 @@ class TargetModel:
             document,
         )
 
-    def own_features(self, token: Tensor, document: Tensor, layers: Layers, spans: Spans | None = None) -> Features:
+    def own_features(self, token: Tensor, document: Tensor, layers: Layers, spans: Spans) -> Features:
         """Return the features of packed sequences that are equal in all processes of a pass."""
         position = rows.positions(document)
-        spans = spans_of(document) if spans is None else spans
         if self.recurrence is not None:
             return self._unpacked(token, document, layers, spans)
         # Else transformers would read the positions from the device to find packed documents.

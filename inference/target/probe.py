@@ -19,10 +19,9 @@ import transformers
 from torch import Tensor
 
 from heads.common.typed import Json
-from inference.target.attention import FULL, GROUPED, SLIDING, Ragged
+from inference.target.attention import FULL, GROUPED, SLIDING, Ragged, spans_of
 from inference.target.model import TargetModel, TargetOutput
-from inference.verification import tree
-from inference.verification.tree import DraftTree
+from inference.verification.tree import DraftTree, ancestors, chain
 
 # After a prompt of four, a root with seven children, the last of which has a child, far from its position.
 PROMPT, PARENTS, DEPTH = 4, [-1, 0, 0, 0, 0, 0, 0, 0, 7], 2
@@ -80,7 +79,7 @@ def _check(target: TargetModel) -> bool:
     target.incompatibility = f"its attention ignores custom masks ({target.architecture} {why})"
     if target.recurrence is not None:
         target.incompatibility = f"its recurrent layers keep the state of one path ({target.architecture})"
-    if not _is_exact(_tree_is_exact, target, prompt, tree.chain(nodes[: DEPTH + 1])):
+    if not _is_exact(_tree_is_exact, target, prompt, chain(nodes[: DEPTH + 1])):
         _check_finite(target)
         why = "its cache cannot be rolled back (a recurrent state outside it?)"
         if target.recurrence is not None and target.recurrence.mixers:
@@ -146,7 +145,7 @@ def packs(target: TargetModel) -> bool:
         for tokens in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
     ]
     try:
-        packed = target.own_features(token, document, ()).last_hidden
+        packed = target.own_features(token, document, (), spans_of(document)).last_hidden
     except UNFIT:
         return False  # an unexpected attention may raise anything
     return _close(packed, torch.cat(single, 1))
@@ -178,9 +177,9 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, rag
     for sequence in prompts:
         target.prefill(sequence, cache.allocate())
     length = torch.tensor([len(sequence) for sequence in prompts], device=target.device)
-    ancestors = tree.ancestors(drafted)[None]
-    depth = (ancestors.sum(-1) - 1).expand(2, -1)
-    rows, seen, column = cache.storage.tree_pass(length, ancestors, depth, len(prompts[1]) + len(drafted.token))
+    mask = ancestors(drafted)[None]
+    depth = (mask.sum(-1) - 1).expand(2, -1)
+    rows, seen, column = cache.storage.tree_pass(length, mask, depth, len(prompts[1]) + len(drafted.token))
     token = drafted.token.expand(2, -1)
     pass_inputs = token, length[:, None] + depth, seen, rows, layers, column
     tails = [(slot, token.shape[1], len(sequence) + token.shape[1]) for slot, sequence in enumerate(prompts)]
