@@ -56,8 +56,22 @@ class Layout(NamedTuple):
         }
 
     def read(self, tensors: NamedTensors) -> NamedTensors:
-        """Convert a checkpoint's tensors to our names and layout."""
-        return self._turned(stack_experts(tensors))
+        """Convert a checkpoint's tensors to our names and layout; stack separate experts as transformers does."""
+        experts: dict[str, dict[str, dict[int, Tensor]]] = {}
+        stacked = {}
+        for name, tensor in tensors.items():
+            if match := EXPERT.fullmatch(name):
+                experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
+            else:
+                stacked[name] = tensor
+        for name, matrices in experts.items():
+            gate, up, down = (
+                torch.stack([tensor for _, tensor in sorted(matrices.get(matrix, {}).items())] or [torch.empty(0)])
+                for matrix in ("gate_proj", "up_proj", "down_proj")
+            )
+            stacked[f"{name}.gate_up_proj"] = torch.cat([gate, up], 1)
+            stacked[f"{name}.down_proj"] = down
+        return self._turned(stacked)
 
     def write(self, tensors: NamedTensors, layers: int, *, split: bool) -> NamedTensors:
         """Convert our tensors to a checkpoint's names and layout, with separate experts if `split`."""
@@ -136,27 +150,8 @@ def prefixes(layers: int) -> tuple[str, ...]:
     return tuple(one.outer.format(layers) for one in LAYOUTS.values())
 
 
-def stack_experts(tensors: NamedTensors) -> NamedTensors:
-    """Stack a checkpoint's separate experts as transformers does: gate and up in one tensor, down in another."""
-    experts: dict[str, dict[str, dict[int, Tensor]]] = {}
-    stacked = {}
-    for name, tensor in tensors.items():
-        if match := EXPERT.fullmatch(name):
-            experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
-        else:
-            stacked[name] = tensor
-    for name, matrices in experts.items():
-        gate, up, down = (
-            torch.stack([tensor for _, tensor in sorted(matrices.get(matrix, {}).items())] or [torch.empty(0)])
-            for matrix in ("gate_proj", "up_proj", "down_proj")
-        )
-        stacked[f"{name}.gate_up_proj"] = torch.cat([gate, up], 1)
-        stacked[f"{name}.down_proj"] = down
-    return stacked
-
-
 def split_experts(tensors: NamedTensors) -> NamedTensors:
-    """Split stacked experts, the inverse of `stack_experts`."""
+    """Split stacked experts, the inverse of the stacking in `Layout.read`."""
     split = {}
     for name, tensor in tensors.items():
         stem, _, matrix = name.rpartition(".")

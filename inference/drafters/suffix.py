@@ -228,11 +228,38 @@ class SuffixState(DrafterState):
         self.answer = len(self.text)
 
     def propose(self, context: DraftContext) -> Proposal:
-        """Return the draft with the highest score."""
+        """Return the best draft from the loci of the text's suffixes, shortest first, in the text and in the past.
+
+        A draft follows the most frequent child while the path's probability is at least `min_probability`; its score is
+        the expected number of accepted tokens. Of equal scores the text's own draft wins, then the longer match's.
+        """
         self.extend(context.token[len(self.text) :])
-        token, score = Tokens(), 0.0
+        config, token, score = self.config, Tokens(), 0.0
+        most = min(config.tokens, context.max_draft_depth)
         for matches in ([Locus(node, node.length) for node in self.suffixes.active], self.past_matches):
-            token, score = self.improve(token, score, matches, context.max_draft_depth)
+            longest = len(matches) + 1
+            budgets = [
+                (min(most, int(config.factor * length + config.offset), config.depth - length), length)
+                for length in range(1, longest)
+            ]
+            # A token scores at most 1, so a budget below the best score cannot win.
+            for budget, length in sorted(budgets, reverse=True):
+                if budget < max(score, 1):
+                    break
+                (node, used), probability, expected, path = matches[length - 1], 1.0, 0.0, list[int]()
+                while len(path) < budget:
+                    if used == node.length:
+                        if (child := node.best) is None:
+                            break
+                        probability *= child.count / node.count
+                        if probability < config.min_probability:
+                            break
+                        node, used = child, 0
+                    path.append(node.text[node.start + used])
+                    expected += probability
+                    used += 1
+                if (expected, length) > (score, longest):
+                    token, score, longest = path, expected, length
         return Proposal(chain(torch.tensor([context.token[-1], *token])), expected=score)
 
     def extend(self, tokens: Tokens) -> None:
@@ -242,35 +269,3 @@ class SuffixState(DrafterState):
             self.past_matches, tokens = [], tokens[-self.config.depth :]
         for token in tokens:
             self.past_matches = self.drafter.past.advance(self.past_matches, token)
-
-    def improve(self, token: Tokens, score: float, matches: list[Locus], most: int) -> tuple[Tokens, float]:
-        """Return the best draft from the loci of the text's suffixes, shortest first, or the given one.
-
-        A draft follows the most frequent child while the path's probability is at least `min_probability`; its score is
-        the expected number of accepted tokens. Of equal scores the given draft's wins, then the longer match's.
-        """
-        config, longest = self.config, len(matches) + 1
-        most = min(config.tokens, most)
-        budgets = [
-            (min(most, int(config.factor * length + config.offset), config.depth - length), length)
-            for length in range(1, longest)
-        ]
-        # A token scores at most 1, so a budget below the best score cannot win.
-        for budget, length in sorted(budgets, reverse=True):
-            if budget < max(score, 1):
-                break
-            (node, used), probability, expected, path = matches[length - 1], 1.0, 0.0, list[int]()
-            while len(path) < budget:
-                if used == node.length:
-                    if (child := node.best) is None:
-                        break
-                    probability *= child.count / node.count
-                    if probability < config.min_probability:
-                        break
-                    node, used = child, 0
-                path.append(node.text[node.start + used])
-                expected += probability
-                used += 1
-            if (expected, length) > (score, longest):
-                token, score, longest = path, expected, length
-        return token, score
