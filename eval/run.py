@@ -35,7 +35,6 @@ from heads.common.errors import report_on_interrupt
 from heads.common.progress import print_line
 from heads.common.typed import Json, typed
 from heads.common.untrusted import visible
-from inference.target.config import ModelConfig
 from inference.target.target import Target
 from inference.verification.rules import is_lossy
 
@@ -55,14 +54,6 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
     drafter, run, model, workload or tree, and a head of another target.
     """
     model, names, out = prepared(config)
-    report = build_report(config, model, names)
-    if writes:
-        publish(report, out)
-    return report
-
-
-def build_report(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
-    """Measure all configured tiers."""
     live = LIVE in config.tiers()
     gates: dict[str, Gate] = {}
     sampled: list[SampledGate] = []
@@ -87,7 +78,7 @@ def build_report(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -
         rows += along
     if remarks:
         extras["warnings"] = remarks
-    return Report(
+    report = Report(
         target={"name": model.name, "path": model.path, **described(target)},
         device=device_facts(target.device, target.dtype) | devices_of(target),
         settings={
@@ -102,6 +93,9 @@ def build_report(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -
         sampled=sampled,
         extras=extras,
     )
+    if writes:
+        publish(report, out)
+    return report
 
 
 def timed_rows(
