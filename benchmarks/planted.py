@@ -210,8 +210,8 @@ BUGS = [
     ),
     Bug(
         "heads/block.py",
-        "rows.drafted_token(features.token, depth, features.path).gather",
-        "rows.drafted_token(features.token, depth).gather",
+        "drafted_token(features.token, depth, features.path).gather",
+        "drafted_token(features.token, depth).gather",
         ["tests/heads/test_heads.py"],
     ),
     Bug(

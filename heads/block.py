@@ -26,7 +26,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads import rows
 from heads.base import (
     DepthOutput,
     Embeddings,
@@ -46,7 +45,7 @@ from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after_roots
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.vocab import DraftLmHead, VocabularyLinear
-from heads.rows import last_rows
+from heads.rows import drafted_token, gather_parents, last_rows, next_token, positions, scatter_rows
 from heads.shapes import Anchors, Inputs, Logits, Nodes, Rows, Sequences, States, TokenIds
 
 Position = Float[Tensor, "*#n D"]  # a state of a block's position, which may serve several nodes
@@ -261,21 +260,21 @@ class Block(HeadModule):
         self.check_depths(depths)
         config, length = self.config, features.token.shape[1]
         anchor, at, seen = mask_blocks_after(features.document, anchors, self.size, config.length, causal=config.causal)
-        position, max_position = rows.positions(features.document), length + self.size
+        position, max_position = positions(features.document), length + self.size
         context = self.context(features.hidden, position, max_position)
-        x = self.block_inputs(rows.next_token(features.token).gather(1, anchor)).flatten(1, 2)
+        x = self.block_inputs(next_token(features.token).gather(1, anchor)).flatten(1, 2)
         for layer, pair in zip(self.layers, context, strict=True):
             attend = partial(lambda pair, q, k, v: attend_rows(q, pair, [(k, v)], seen), pair)
             x = layer(x, LayerInputs(at, max_position, attend))
         states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[DepthOutput]()
         memory: Tensor | None = None
         for depth, state in enumerate(states.unbind(2), 1):
-            token = rows.drafted_token(features.token, depth, features.path).gather(1, anchor)
+            token = drafted_token(features.token, depth, features.path).gather(1, anchor)
             before = self.context_of(state, token)
             if self.domino is not None:
                 before = memory = self.domino.advance(self.embeddings.embed(token), memory)
             full = state if before is None else torch.cat([state, before.to(state.dtype)], -1)
-            full = rows.scatter_rows(full, anchor, length)
+            full = scatter_rows(full, anchor, length)
             scorer = self.confidence
             confidence = None if scorer is None else scorer(full[..., : scorer.in_features])[..., 0]
             base = None if before is None else full[..., : state.shape[-1]]
@@ -304,7 +303,7 @@ class Block(HeadModule):
         """Score the next depth; the logits depend on the last token of the path, with `domino` on all of it."""
         hidden = level.hidden
         if self.domino is not None:
-            hidden, inner = rows.gather_parents(hidden, nodes.parent), self.domino.inner
+            hidden, inner = gather_parents(hidden, nodes.parent), self.domino.inner
             memory = self.domino.advance(self.embeddings.embed(nodes.token), hidden[..., -inner:])
             hidden = torch.cat([hidden[..., :-inner], memory.to(hidden.dtype)], -1)
         return self._level(hidden, nodes.token, nodes.depth + 1)

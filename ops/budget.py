@@ -37,8 +37,8 @@ from heads.common.progress import print_line
 from heads.common.typed import Count, Json, NewTokens, Within, typed
 from heads.common.untrusted import parse_json, shown
 from ops.commands import REFUSED, run_command, split_config
-from train import checkpoint, sweep
-from train.checkpoint import differences, plain
+from train import sweep
+from train.checkpoint import checkpoints, differences, folder_of, plain, step_of
 from train.config import RunConfig, run_config
 from train.distributed.launch import Overrides, key_of, user_overrides
 from train.resolve import check_out, clear_out
@@ -206,13 +206,13 @@ class Forecast:
     def measure(self, candidate: str, steps: int, cooldown: float, begin: int) -> None:
         """Train a candidate to `steps` from its checkpoint at step `begin`, evaluate it, and count the cost."""
         began, folder, config, timed = time.monotonic(), self.folder(candidate), self.config, self.budget.timed
-        for path in checkpoint.checkpoints(folder / "checkpoints"):
-            if checkpoint.step_of(path) > begin:  # checkpoints of the cooldown
+        for path in checkpoints(folder / "checkpoints"):
+            if step_of(path) > begin:  # checkpoints of the cooldown
                 shutil.rmtree(path)
         save = max(1, steps - round(cooldown * steps))
         self.train([
             *self.overrides(candidate, steps, cooldown), f"out={quoted(folder)}", "name=pilot",
-            "resume=true" if checkpoint.checkpoints(folder / "checkpoints") else "overwrite=true",
+            "resume=true" if checkpoints(folder / "checkpoints") else "overwrite=true",
             "trainer.eval_prompts=0", "trainer.patience=null", "trainer.trackers=[jsonl]", "trainer.log_every=1",
             f"trainer.eval_every={steps}", f"trainer.save_every={save}", f"trainer.keep={-(-steps // save) + 1}",
             f"eval.prompts={config.prompts}", f"eval.max_new_tokens={config.tokens}", "eval.repeats=1",
@@ -285,7 +285,7 @@ class Forecast:
             clear_out(self.out)
             last = newest["steps"]
             begin, left = self.stable(last), self.budget.amount - state["spent"] - state["fixed"][candidate]
-            saved = checkpoint.folder_of(Path("checkpoints"), begin)
+            saved = folder_of(Path("checkpoints"), begin)
             shutil.copytree(self.folder(candidate) / saved, self.out / saved)
             for file in ("metrics.jsonl", "config.yaml"):  # config.yaml has the head's `init`
                 shutil.copy(self.folder(candidate) / file, self.out / file)

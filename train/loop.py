@@ -25,8 +25,7 @@ from inference.protocol import Drafter
 from inference.target.embeddings_only import AnyTarget
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
-from train import checkpoint
-from train.checkpoint import Saver
+from train.checkpoint import STATE, Saver, differences, plain, restore
 from train.config import TrainerConfig
 from train.distributed.processes import RELEASE_EVERY, STOPPED, ProcessControl, release_freed
 from train.optim import same_rates
@@ -130,7 +129,7 @@ class Loop:
         self.control = ProcessControl(self.accelerator, self.trainer.timeout)
         self.saver = Saver(self.out, self.control, self.trainer.keep)
         self.start, self.progress = 0, dict(BEGINNING)
-        self.eval_settings = {} if evaluator is None else checkpoint.plain(evaluator.eval_settings)
+        self.eval_settings = {} if evaluator is None else plain(evaluator.eval_settings)
         if resumes:
             self.load()
         self.stepper.restore(self.progress)
@@ -146,9 +145,9 @@ class Loop:
         path = self.saver.newest()
         if path is None:
             return
-        state = read_checked(path / checkpoint.STATE)
+        state = read_checked(path / STATE)
         try:
-            checkpoint.restore(self.stepper.state, path)
+            restore(self.stepper.state, path)
         except (KeyError, RuntimeError) as error:
             raise ValueError(
                 f"{self.out}: its checkpoints are of a head with other parts; resume=true continues with the "
@@ -158,13 +157,13 @@ class Loop:
         self.progress = self.progress | state.get("progress", {})
         now = self.fingerprint["arithmetic"]
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
-        if changed := checkpoint.differences(then, now):
+        if changed := differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
         then = state.get("conditions", {})  # the best τ is dropped if it was measured under other settings
         over = self.exhausted() or self.progress["measured"] >= self.trainer.steps
         if self.evaluator is None or over:
             self.eval_settings = then
-        elif then and self.progress["best_tau"] and (changed := checkpoint.differences(then, self.eval_settings)):
+        elif then and self.progress["best_tau"] and (changed := differences(then, self.eval_settings)):
             self.control.warn(
                 f"the best τ so far, {self.progress['best_tau']:.3f} at step {self.progress['best_step']}, does not "
                 f"compare with those to come: {changed}; the next measurement is the best again"

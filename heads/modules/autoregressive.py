@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads import rows
 from heads.base import DepthOutput, Features, HeadModule, LevelNodes, LevelOutput, NewRows
 from heads.modules.attention import KeyValue, Pattern, attend_rows, pattern
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import LayerInputs, grouped_attention
+from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, positions, scatter_rows
 from heads.shapes import Advanced, Anchors, Logits, NodeStates, Rows, Sequences, States
 
 
@@ -49,13 +49,13 @@ class Autoregressive(nn.Module):
 
         For rows that are not drafted from, the last layer computes only keys and values, at depth 1.
         """
-        every = rows.positions(features.document)
+        every = positions(features.document)
         length, max_position = every.shape[1], every.shape[1] + depths
         state = self.initial_states(features)
         context = list(self.inject(state, every, max_position))
         drafted: list[list[KeyValue]] = [[] for _ in range(self.num_attention_layers)]
         injected, drafts = bool(context), []
-        position = rows.gather_rows(every, anchors)
+        position = gather_rows(every, anchors)
 
         def attend(
             is_context: bool, patterns: list[Pattern], i: int, query: Tensor, key: Tensor, value: Tensor
@@ -64,23 +64,23 @@ class Autoregressive(nn.Module):
             return attend_rows(query, context[i], drafted[i], patterns[i])
 
         if injected:
-            state = rows.gather_rows(state, anchors)
+            state = gather_rows(state, anchors)
         for depth in range(1, depths + 1):
             attn_pattern = pattern(position, self.config.length, depth - 1, anchors)
             is_context = depth == 1 and not injected  # whether later rows attend to these rows
             others = self.num_attention_layers - 1
             by_all = pattern(every, self.config.length) if is_context and others else attn_pattern
             by_step = partial(attend, is_context, [by_all] * others + [attn_pattern])
-            token = rows.drafted_token(features.token, depth, features.path)
+            token = drafted_token(features.token, depth, features.path)
             entering = state.detach() if self.detach and depth > 1 else state
             if is_context:
                 inputs = self.by_layer(every, max_position, by_step, anchors)
             else:
-                token = rows.gather_rows(token, anchors)
+                token = gather_rows(token, anchors)
                 inputs = self.by_layer(position + depth - 1, max_position, by_step)
             state, pre_logits = self.advance(token, entering, inputs)
-            scored = rows.scatter_rows(pre_logits, anchors, length)
-            predicted = scored if state is pre_logits else rows.scatter_rows(state, anchors, length)
+            scored = scatter_rows(pre_logits, anchors, length)
+            predicted = scored if state is pre_logits else scatter_rows(state, anchors, length)
             drafts.append(DepthOutput(scored, predicted if self.predicts else None))
         return drafts
 
@@ -133,12 +133,12 @@ class AutoregressiveHead(HeadModule, Autoregressive):
         cache, position = KVCache.opened(state, self.config.length, token)
         context = self.inject(start, position, cache.longest)
         if not context:
-            hidden, pre_logits = (rows.last_rows(x, count) for x in self.append_verified(cache, start, new, position))
+            hidden, pre_logits = (last_rows(x, count) for x in self.append_verified(cache, start, new, position))
             return cache, LevelOutput(self.compute_logits(pre_logits, 1), hidden)
         for layer, pair in enumerate(context):
             cache.append(layer, *pair, position)
         cache.commit(new)
-        above, root = rows.last_rows(start, count), rows.last_rows(token, count)
+        above, root = last_rows(start, count), last_rows(token, count)
         only_root = torch.ones(len(token), 1, 1, dtype=torch.bool, device=token.device)
         # The root's row is drafted, like any other row.
         level = self._draft(cache, LevelNodes(root, torch.zeros_like(root), only_root, 0), above)
@@ -152,7 +152,7 @@ class AutoregressiveHead(HeadModule, Autoregressive):
             nodes = nodes._replace(mask=torch.cat([nodes.mask.new_ones(*nodes.mask.shape[:2], 1), nodes.mask], -1))
         for layer in range(len(level.root) // 2):
             state.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
-        return self._draft(state, nodes, rows.gather_parents(level.hidden, nodes.parent))
+        return self._draft(state, nodes, gather_parents(level.hidden, nodes.parent))
 
     def _draft(self, cache: KVCache, nodes: LevelNodes, above: NodeStates) -> LevelOutput:
         """Score drafted rows; `above` are their parents' states."""

@@ -27,8 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from heads import rows
 from heads.base import LevelNodes, LevelOutput, Tokens
 from heads.common.typed import Count, typed
-from heads.formats import store
-from heads.formats.store import TargetSpec
+from heads.formats.store import TargetSpec, assert_same_target, fill, read_folder
 from heads.shapes import Nodes, Sequences
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
@@ -162,10 +161,10 @@ class StreamsDrafter(HostDrafter):
         self.config, self.name, self.tree = config.tree, name, config.tree.label
         if streams is None:
             folder = Path(config.run).expanduser() / KIND
-            content = store.read_folder(folder, KIND, (KIND, "target"))
-            store.assert_same_target(folder, typed(TargetSpec, content["target"]), target.spec)
+            content = read_folder(folder, KIND, (KIND, "target"))
+            assert_same_target(folder, typed(TargetSpec, content["target"]), target.spec)
             streams = Streams(typed(Streams.Config, content[KIND], KIND), target)
-            store.fill(streams, folder)
+            fill(streams, folder)
         self.streams = streams.to(target.device, target.dtype).eval().requires_grad_(False)
 
     def start(self, prompt: Tokens) -> "StreamsState":
