@@ -29,15 +29,31 @@ from heads.common.progress import Bar
 from heads.common.resolvers import ROOT
 from heads.common.typed import Json, typed
 from heads.common.untrusted import visible
-from ops.audits import checks, compare, sampling
+from ops.audits import checks, sampling
 from ops.audits.checks import ALTERNATIVE
+from ops.audits.compare import (
+    AUDITED,
+    BASELINE,
+    SIDES,
+    Asker,
+    Audit,
+    AuditConfig,
+    Bound,
+    Difference,
+    EndedError,
+    Finding,
+    Status,
+    ask_text,
+    diagnosed,
+    violation,
+)
 from ops.served import Questions, Server, read_questions
 
 WAVERING = 4.0  # nats; rounding cannot explain a near-tie threshold above this
 ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # configuration keys that are not checks
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
 # Ordered so that a fault in one check may also fail later checks.
-CHECKS: dict[str, Callable[[compare.Audit], compare.Finding]] = {
+CHECKS: dict[str, Callable[[Audit], Finding]] = {
     "identity": checks.identity,
     "prefix_cache": checks.prefix_cache,
     "conversations": checks.conversations,
@@ -68,15 +84,15 @@ ENVIRONMENT = Environment(
 )  # fmt: skip
 
 
-def difference_record(difference: compare.Difference) -> Json:
+def difference_record(difference: Difference) -> Json:
     """Return a difference in audit.json, with the end of its prompt."""
     return {
         **{key: getattr(difference, key) for key in ("kind", "at", "gap", "fault", "note", "in_flight")},
-        "at_least": isinstance(difference.gap, compare.Bound),
+        "at_least": isinstance(difference.gap, Bound),
         "id": difference.question.id,
         "prompt": difference.question.prompt[-LONG:],
-        compare.AUDITED: difference.ours,
-        compare.BASELINE: difference.theirs,
+        AUDITED: difference.ours,
+        BASELINE: difference.theirs,
         "after": [question.id for question in difference.before],
     }
 
@@ -86,7 +102,7 @@ def rendered(template: str, record: Json) -> str:
     headline = ENVIRONMENT.get_template("headline.j2").render(record=record).strip()
     style = Markup(STYLE.read_text(encoding="utf-8"))
     page = ENVIRONMENT.get_template(template)
-    return page.render(record=record, headline=headline, cut=cut, sides=compare.SIDES, style=style)
+    return page.render(record=record, headline=headline, cut=cut, sides=SIDES, style=style)
 
 
 def cut(text: str, at: int) -> tuple[str, str, str]:
@@ -97,7 +113,7 @@ def cut(text: str, at: int) -> tuple[str, str, str]:
     return f"…{before}" if at > LONG else before, behind, rest
 
 
-def reproduction(audit: compare.Audit, difference: compare.Difference, concurrent: Questions, key: str) -> str:
+def reproduction(audit: Audit, difference: Difference, concurrent: Questions, key: str) -> str:
     """Return a minimal script that reproduces a difference between both servers.
 
     `concurrent` holds the questions asked concurrently; `key` is a secret that the script must not contain.
@@ -110,10 +126,10 @@ def reproduction(audit: compare.Audit, difference: compare.Difference, concurren
     questions = [*(concurrent or difference.before), difference.question]
     return ENVIRONMENT.get_template("reproduce.py.j2").render(
         d=difference,
-        urls=[sides[side].url for side in compare.SIDES],
+        urls=[sides[side].url for side in SIDES],
         key=audit.config.client.api_key_env,
-        requests=literal([{"path": one.path, "body": audit.asker.body(compare.AUDITED, one)} for one in questions]),
-        extra=literal([sides[side].config.extra for side in compare.SIDES]),
+        requests=literal([{"path": one.path, "body": audit.asker.body(AUDITED, one)} for one in questions]),
+        extra=literal([sides[side].config.extra for side in SIDES]),
         near_tie=audit.near_tie,
         alternative=ALTERNATIVE,
     )
@@ -128,12 +144,12 @@ def cleaned(value: Any, key: str) -> Any:
 class Verdict(NamedTuple):
     """An audit's verdict in a sentence, and the fault it points to, if any."""
 
-    status: compare.Status
+    status: Status
     sentence: str
     fault: str
 
 
-def audited(config: compare.AuditConfig) -> Verdict:
+def audited(config: AuditConfig) -> Verdict:
     """Audit a server against its baseline; write audit.json, audit.html and a reproduction, and print the verdict.
 
     Refuse a server that does not answer at first or serves another model. One that goes away later, a budget that is
@@ -142,23 +158,20 @@ def audited(config: compare.AuditConfig) -> Verdict:
     out, client = Path(config.out).expanduser(), config.client
     check_writable(out, "out")
     server = Server(config.url, client, "url")
-    sides = {compare.AUDITED: server}
+    sides = {AUDITED: server}
     plain = replace(client, extra={**client.extra, **config.plain})
-    sides[compare.BASELINE] = Server(config.baseline or config.url, plain, compare.BASELINE)
-    sides[compare.BASELINE].check_baseline_of(server)
+    sides[BASELINE] = Server(config.baseline or config.url, plain, BASELINE)
+    sides[BASELINE].check_baseline_of(server)
     selection = Selection(config.prompts, 0, False, "first", True)
     questions = [
         question
         for name in (workload_names(config.workload) if config.workload else [])
         for question in read_questions(name, selection, client.chat).prompts
-    ] or [
-        compare.ask_text(f"built-in {i}", text, client.chat)
-        for i, text in enumerate(config.questions[: config.prompts])
-    ]
+    ] or [ask_text(f"built-in {i}", text, client.chat) for i, text in enumerate(config.questions[: config.prompts])]
     settings = {"temperature": 0.0, "max_tokens": config.max_new_tokens, "top_p": 1.0, "seed": config.seed}
     with Bar(None, "requests of the audit") as bar:
-        asker = compare.Asker(sides, config, settings, bar)
-        audit = compare.Audit(asker, questions, config)
+        asker = Asker(sides, config, settings, bar)
+        audit = Audit(asker, questions, config)
         findings = run(audit)
     verdict = verdict_of(findings, asker.ended, audit.near_tie)
     key = os.environ.get(client.api_key_env) or ""
@@ -167,7 +180,7 @@ def audited(config: compare.AuditConfig) -> Verdict:
         "schema": 1,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": server.model,
-        **{side: sides[side].url for side in compare.SIDES},
+        **{side: sides[side].url for side in SIDES},
         "verdict": verdict._asdict(),
         "requests": asker.requests,
         "minutes": round(asker.minutes, 2),
@@ -188,41 +201,41 @@ def audited(config: compare.AuditConfig) -> Verdict:
         difference = shown[0]
         concurrent = cycled(questions, difference.in_flight)[1 : difference.in_flight]
         texts[REPRODUCTION] = reproduction(audit, difference, concurrent, key)
-        lines += f"\nreproduction: python {out / REPRODUCTION} {server.url} {sides[compare.BASELINE].url}"
+        lines += f"\nreproduction: python {out / REPRODUCTION} {server.url} {sides[BASELINE].url}"
     for name, text in texts.items():
         atomic_write(out / name, text.encode(errors="replace"))
     print(visible(lines))
     return verdict
 
 
-def run(audit: compare.Audit) -> list[compare.Finding]:
+def run(audit: Audit) -> list[Finding]:
     """Run all checks and return their findings, speed last; `audit.asker.ended` is the reason of an early end."""
-    findings: list[compare.Finding] = []
-    asker, server = audit.asker, audit.asker.sides[compare.AUDITED]
+    findings: list[Finding] = []
+    asker, server = audit.asker, audit.asker.sides[AUDITED]
     before = server.reading()
     for check, function in CHECKS.items():
-        finding = compare.Finding("not_run", "the audit ended before")
+        finding = Finding("not_run", "the audit ended before")
         try:
             finding = finding if asker.ended else function(audit)
-        except (compare.EndedError, KeyboardInterrupt) as error:
+        except (EndedError, KeyboardInterrupt) as error:
             asker.ended = str(error) or "interrupted"
             finding.summary = asker.ended
             if asker.crash is not None:
                 question, in_flight = asker.crash
-                crash = compare.violation(question, "", "", "crash", f"{asker.ended}, while the baseline answers")
-                finding = compare.Finding("failed", asker.ended, [crash._replace(in_flight=in_flight)])
+                crash = violation(question, "", "", "crash", f"{asker.ended}, while the baseline answers")
+                finding = Finding("failed", asker.ended, [crash._replace(in_flight=in_flight)])
         finding.check = check
         findings.append(finding)
     return [*findings, speed(audit, before, server.reading())]
 
 
-def verdict_of(findings: list[compare.Finding], ended: str, near_tie: float) -> Verdict:
+def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
     """Return the verdict on all findings; `near_tie` is the threshold of near ties in nats."""
     failed, undecided = ([one for one in findings if one.status == s] for s in ("failed", "undecided"))
     then = f", then {ended}" if ended else ""
     if failed:
         sentence = f"not lossless: {', '.join(one.check for one in failed)} failed{then}"
-        return Verdict("failed", sentence, compare.diagnosed(findings))
+        return Verdict("failed", sentence, diagnosed(findings))
     held = f"no fault in {sum(one.status == 'passed' for one in findings[:-1])} checks"
     unjudged = [f"{one.check} cannot be judged: {one.summary}" for one in undecided if not one.differences]
     names = ", ".join(one.check for one in undecided)
@@ -238,18 +251,18 @@ def verdict_of(findings: list[compare.Finding], ended: str, near_tie: float) -> 
     return Verdict("undecided", doubt, "") if doubt else Verdict("passed", held, "")
 
 
-def clearest(differences: list[compare.Difference], fault: str = "") -> list[compare.Difference]:
+def clearest(differences: list[Difference], fault: str = "") -> list[Difference]:
     """Return the differences in order: faults first, `fault` before other faults, then by decreasing gap."""
     return sorted(differences, key=lambda d: (d.kind != "fault", d.fault != fault, -(d.gap or 0.0)))
 
 
-def speed(audit: compare.Audit, before: Counters | None, after: Counters | None) -> compare.Finding:
+def speed(audit: Audit, before: Counters | None, after: Counters | None) -> Finding:
     """Return the speedup at each number of requests in flight, and the server's count of drafts, if known."""
     rates = {key: tokens / audit.seconds[key] for key, tokens in audit.tokens.items() if tokens and audit.seconds[key]}
     loads = {
-        size: rates[compare.AUDITED, size] / rates[compare.BASELINE, size]
+        size: rates[AUDITED, size] / rates[BASELINE, size]
         for side, size in sorted(rates)
-        if side == compare.AUDITED and (compare.BASELINE, size) in rates
+        if side == AUDITED and (BASELINE, size) in rates
     }
     losing, drafts = stops_paying(loads), None
     if before is not None and after is not None and not restarted(before, after):
@@ -258,9 +271,7 @@ def speed(audit: compare.Audit, before: Counters | None, after: Counters | None)
     texts = [f"{speedup:.2f}x with {size} in flight" for size, speedup in loads.items()]
     texts += [] if losing is None else [f"speculation loses from {losing} in flight on"]
     figures = {"speedup": loads, "loses_from": losing, "drafts": drafts}
-    return compare.Finding(
-        "passed" if loads else "not_run", "; ".join(texts) or "nothing was timed", [], figures, "speed"
-    )
+    return Finding("passed" if loads else "not_run", "; ".join(texts) or "nothing was timed", [], figures, "speed")
 
 
 def stops_paying(gains: Mapping[int, float]) -> int | None:
@@ -271,7 +282,7 @@ def stops_paying(gains: Mapping[int, float]) -> int | None:
 @command("ops/audit")
 def main(cfg: DictConfig) -> None:
     """Audit; exit with 0 if the server passed, 1 if it failed, 2 for invalid input, 3 if undecided."""
-    raise SystemExit({"passed": 0, "failed": 1}.get(audited(typed(compare.AuditConfig, cfg)).status, 3))
+    raise SystemExit({"passed": 0, "failed": 1}.get(audited(typed(AuditConfig, cfg)).status, 3))
 
 
 if __name__ == "__main__":

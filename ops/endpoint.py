@@ -24,10 +24,20 @@ from data.answers.client import base_url
 from eval.config import Conditions, Selection, Turns
 from eval.inputs.workloads import Workload, prompt_counts, workload_names
 from eval.live import arrivals, in_turns, queued_rows, with_gate_result
-from eval.measures import results
 from eval.measures.losslessness import Divergence, Gate, drafter_label, gate_of, shared_length
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import SpecDecodingStats, sum_counts
+from eval.measures.results import (
+    BASELINE,
+    ENDPOINT,
+    UNTIMED,
+    DrafterInfo,
+    MeasuredRequest,
+    Measurement,
+    ResultRow,
+    Subset,
+    result,
+)
 from eval.report.write import Report
 from eval.run import publish
 from heads.common.command import command
@@ -79,11 +89,11 @@ def measure(config: ServedConfig) -> Report:
     """
     selection = Selection(config.prompts, config.warmup, False, config.turns, True)
     jobs = [read_questions(name, selection, config.client.chat) for name in workload_names(config.workload)]
-    servers = {results.ENDPOINT: (server := Server(config.url, config.client, "url"))}
+    servers = {ENDPOINT: (server := Server(config.url, config.client, "url"))}
     if config.baseline is not None:
-        servers = {results.BASELINE: Server(config.baseline, config.client, BASELINE_KEY), **servers}
-        servers[results.BASELINE].check_baseline_of(server)
-    measured: list[tuple[results.Measurement, dict[str, Runs]]] = []
+        servers = {BASELINE: Server(config.baseline, config.client, BASELINE_KEY), **servers}
+        servers[BASELINE].check_baseline_of(server)
+    measured: list[tuple[Measurement, dict[str, Runs]]] = []
     # batch size -> greedy texts of the baseline and of the endpoint, and the prompt's id
     greedy = defaultdict[int, list[tuple[list[str], list[str], str]]](list)
     for job in jobs:
@@ -97,13 +107,13 @@ def measure(config: ServedConfig) -> Report:
                 for request, plain, drafted in zip(job.prompts, by_server[0], by_server[-1], strict=True):
                     texts = [answer.text for answer in plain], [answer.text for answer in drafted]
                     greedy[size].append((*texts, request.id))
-    compared = greedy.items() if results.BASELINE in servers else ()
-    gates = {drafter_label(results.ENDPOINT, size): text_gate(*zip(*given, strict=True)) for size, given in compared}
+    compared = greedy.items() if BASELINE in servers else ()
+    gates = {drafter_label(ENDPOINT, size): text_gate(*zip(*given, strict=True)) for size, given in compared}
     return Report(
         target={"name": server.model, "path": server.model},
         device={
-            "name": f"{server.engine or results.ENDPOINT} at {server.url}",
-            "type": results.ENDPOINT,
+            "name": f"{server.engine or ENDPOINT} at {server.url}",
+            "type": ENDPOINT,
             "dtype": None,
             "client": cpu_name(),
             "python": platform.python_version(),
@@ -122,7 +132,7 @@ def measure(config: ServedConfig) -> Report:
 
 
 def _runs(
-    servers: Servers, job: Workload[Question], settings: Record, measurement: results.Measurement, repeats: int
+    servers: Servers, job: Workload[Question], settings: Record, measurement: Measurement, repeats: int
 ) -> dict[str, Runs]:
     """Send all requests to all servers `repeats` times, alternating after each request, or for batches after all.
 
@@ -142,8 +152,8 @@ def _runs(
 
     batches = [[i] for i in range(count)] if in_flight == 1 and rate is None else [range(count)]
     answers = in_turns(servers, answer, batches, repeats, measurement.seed)
-    if results.BASELINE in servers:
-        servers[results.BASELINE].refuse_drafts()
+    if BASELINE in servers:
+        servers[BASELINE].refuse_drafts()
     return {name: Runs(answers[name], passes[name]) for name in servers}
 
 
@@ -167,9 +177,7 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
     return gate_of(compared(*texts) for texts in zip(plain, drafted, ids, strict=True))
 
 
-def rows(
-    by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: results.Measurement
-) -> list[results.ResultRow]:
+def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[ResultRow]:
     """Return the servers' rows of a measurement, given their answers by drafter name; the baseline may be missing."""
     requests = {name: [median_answer(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
     timed = [
@@ -180,27 +188,23 @@ def rows(
     if measurement.request_rate is None:
         return timed
     rounds = {name: runs.answers for name, runs in by_server.items()}
-    return queued_rows(timed, {results.BASELINE: next(iter(rounds.values())), **rounds}, measurement)
+    return queued_rows(timed, {BASELINE: next(iter(rounds.values())), **rounds}, measurement)
 
 
 def median_answer(repeats: Sequence[Answer]) -> Answer:
     """Return an answer with the times of the median repeat (the lower of two) and the counts of all repeats."""
     run = sorted(repeats, key=lambda run: run.end_to_end[1])[(len(repeats) - 1) // 2]
     passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
-    seconds = results.UNTIMED | {"other": sum(repeat.seconds["other"] for repeat in repeats)}
+    seconds = UNTIMED | {"other": sum(repeat.seconds["other"] for repeat in repeats)}
     return replace(run, passes=sum_counts(passes) if len(passes) == len(repeats) else None, seconds=seconds)
 
 
-def _row(
-    name: str, runs: Runs, subset: results.Subset, requests: Sequence[results.MeasuredRequest]
-) -> results.ResultRow:
+def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[MeasuredRequest]) -> ResultRow:
     counts = [request.passes for request in requests if request.passes is not None]
     total = sum_counts((counts if len(counts) == len(requests) else []) if subset.category else runs.passes)
-    rule = "none" if name == results.BASELINE else "greedy" if subset.measurement.temperature == 0 else "the server's"
+    rule = "none" if name == BASELINE else "greedy" if subset.measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
-    row = results.result(
-        results.DrafterInfo(name, rule, "none" if name == results.BASELINE else depths), subset, requests, total
-    )
+    row = result(DrafterInfo(name, rule, "none" if name == BASELINE else depths), subset, requests, total)
     return replace(row, tokens=sum(int(run.decoded) for repeats in subset.of(runs.answers) for run in repeats))
 
 

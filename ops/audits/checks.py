@@ -15,10 +15,25 @@ from typing import Any
 
 from data.answers.client import FINISH_REASONS
 from eval.inputs.workloads import cycled
-from ops.audits import compare
+from ops.audits.compare import (
+    AUDITED,
+    BASELINE,
+    MANY,
+    SIDES,
+    Asked,
+    Audit,
+    Difference,
+    Finding,
+    ask_text,
+    compare_answers,
+    gap_at,
+    unstreamed,
+    violation,
+    with_logprobs,
+)
 from ops.served import Question, Questions, Reply
 
-Pairs = Iterator[compare.Asked]
+Pairs = Iterator[Asked]
 GROUPS = 4  # groups of prompts with a shared prefix, half in each order
 SHARED = 220  # words of the shared prefix
 TAILS = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
@@ -28,21 +43,21 @@ FILLER = "the river runs past old stone walls while light rain falls on quiet fi
 AROUND = (-1, 0, 1, 3)  # offsets in tokens from a chunk border
 
 
-def identity(audit: compare.Audit) -> compare.Finding:
+def identity(audit: Audit) -> Finding:
     """Ask one question at a time, twice: with cold and with warm caches, alternating between servers."""
-    for side in compare.SIDES:  # the first request to a server is not timed
+    for side in SIDES:  # the first request to a server is not timed
         audit.asker.one(side, audit.question("warm-up", "Hello", max_tokens=8))
     pairs = []
     for index, question in enumerate(audit.questions * 2):
         # Alternate the order: a server on the same machine may still use its cores after an answer.
-        order = compare.SIDES if (index + (index >= len(audit.questions))) % 2 else compare.SIDES[::-1]
+        order = SIDES if (index + (index >= len(audit.questions))) % 2 else SIDES[::-1]
         replies = {side: audit.asker.one(side, question) for side in order}
         for side, reply in replies.items():
             audit.time(side, 1, [reply], reply.latency_s)
-        audit.add_reference(question, replies[compare.BASELINE])
-        pairs.append((question, replies[compare.AUDITED]))
+        audit.add_reference(question, replies[BASELINE])
+        pairs.append((question, replies[AUDITED]))
     gaps = [
-        compare.gap_at(listed, reply.text, question.body)[1] or 0.0
+        gap_at(listed, reply.text, question.body)[1] or 0.0
         for question in audit.questions
         if len({reply.content for reply in audit.answers[question.content]}) > 1
         for listed in audit.explained_by(question)
@@ -50,102 +65,100 @@ def identity(audit: compare.Audit) -> compare.Finding:
         if reply.text != listed.text and not reply.error
     ]
     audit.near_tie = max([audit.near_tie, *(2 * gap for gap in gaps)])  # the baseline's own answers are that far apart
-    return compare.compare_answers(audit, pairs)
+    return compare_answers(audit, pairs)
 
 
-def prefix_cache(audit: compare.Audit) -> compare.Finding:
+def prefix_cache(audit: Audit) -> Finding:
     """Ask x, y, x after a shared prefix, and y, x, y after another."""
     before: dict[str, tuple[Question, ...]] = {}
-    pairs: list[compare.Asked] = []
+    pairs: list[Asked] = []
     for group in range(GROUPS):
         prefix = f"Notes, page {audit.config.seed}-{group}. {filler(SHARED, group)}\n\n"
         tails = TAILS if group % 2 == 0 else TAILS[::-1]
         x, y = (audit.question(f"prefix {group}{i}", prefix + tail) for i, tail in enumerate(tails))
         before[x.id], before[y.id] = (x, y), (x,)
         pairs += in_order(audit, [x, y, x])
-    return compare.compare_answers(audit, pairs, "stale_cache", before)
+    return compare_answers(audit, pairs, "stale_cache", before)
 
 
-def conversations(audit: compare.Audit) -> compare.Finding:
+def conversations(audit: Audit) -> Finding:
     """Ask follow-up questions, with the baseline's answers as the earlier messages."""
-    pairs: list[compare.Asked] = []
+    pairs: list[Asked] = []
     for index, question in enumerate(audit.questions[:DIALOGUES]):
-        history = [question.prompt, audit.asker.one(compare.BASELINE, question).text]
+        history = [question.prompt, audit.asker.one(BASELINE, question).text]
         for turn, follow_up in enumerate(FOLLOW_UPS, 2):
             turned = audit.question(f"dialogue {index}, turn {turn}", follow_up, *history)
             pairs += in_order(audit, [turned])
             history += [follow_up, audit.texts.get(turned.prompt, "")]
-    return compare.compare_answers(audit, pairs, "history")
+    return compare_answers(audit, pairs, "history")
 
 
-def chunk_borders(audit: compare.Audit) -> compare.Finding:
+def chunk_borders(audit: Audit) -> Finding:
     """Ask prompts with token counts around the chunk sizes of chunked prefill, if the baseline counts tokens."""
 
     def prompt(border: int, words: int) -> Question:
         text = f"Page {audit.config.seed}-{border}: {filler(words, border)}. Continue."
         return audit.question(f"border {border}, {words} words", text)
 
-    pairs: list[compare.Asked] = []
+    pairs: list[Asked] = []
     for border in audit.config.borders:
         words = border // 2
         for _ in range(3):
-            count = audit.asker.one(compare.BASELINE, prompt(border, words).having("probe", max_tokens=1)).prompt_tokens
+            count = audit.asker.one(BASELINE, prompt(border, words).having("probe", max_tokens=1)).prompt_tokens
             if count is None:
                 break
             words += round((border - count) * min(1.0, words / count))
         else:
             pairs += in_order(audit, [prompt(border, words + more) for more in AROUND])
-    return compare.compare_answers(audit, pairs, "prompt_chunk")
+    return compare_answers(audit, pairs, "prompt_chunk")
 
 
-def side_by_side(audit: compare.Audit) -> compare.Finding:
+def side_by_side(audit: Audit) -> Finding:
     """Ask the questions several at a time."""
     sizes = [size for size in audit.config.concurrency if size > 1]
     pairs = (pair for size in sizes for pair in together(audit, cycled(audit.questions, size), size))
-    return compare.compare_answers(audit, pairs, "batch", in_flight=max(sizes, default=1))
+    return compare_answers(audit, pairs, "batch", in_flight=max(sizes, default=1))
 
 
-def cancelled(audit: compare.Audit) -> compare.Finding:
+def cancelled(audit: Audit) -> Finding:
     """Abort every second one of concurrent requests; compare the others."""
     size = min(8, max(audit.config.concurrency))
     several = cycled(audit.questions, 2 * size)
     pairs = together(audit, several, size, range(1, len(several), 2))
-    return compare.compare_answers(audit, pairs, "cancelled", in_flight=size)
+    return compare_answers(audit, pairs, "cancelled", in_flight=size)
 
 
-def streaming(audit: compare.Audit) -> compare.Finding:
+def streaming(audit: Audit) -> Finding:
     """Ask without streaming: the texts must be the same."""
     pairs = []
     for question in audit.few:
-        whole = compare.unstreamed(question)
-        audit.add_reference(question, audit.asker.one(compare.BASELINE, whole))
-        pairs.append((question, audit.asker.one(compare.AUDITED, whole)))
-    finding = compare.compare_answers(audit, pairs, "streaming")
-    return replace(
-        finding, differences=[d._replace(question=compare.unstreamed(d.question)) for d in finding.differences]
-    )
+        whole = unstreamed(question)
+        audit.add_reference(question, audit.asker.one(BASELINE, whole))
+        pairs.append((question, audit.asker.one(AUDITED, whole)))
+    finding = compare_answers(audit, pairs, "streaming")
+    return replace(finding, differences=[d._replace(question=unstreamed(d.question)) for d in finding.differences])
 
 
-def penalties(audit: compare.Audit) -> compare.Finding:
+def penalties(audit: Audit) -> Finding:
     """Ask with presence and frequency penalties."""
     questions = [
         question.having("with penalties", presence_penalty=0.6, frequency_penalty=0.4) for question in audit.few
     ]
-    return compare.compare_answers(audit, in_order(audit, questions), "penalty")
+    return compare_answers(audit, in_order(audit, questions), "penalty")
 
 
-def in_order(audit: compare.Audit, questions: Questions) -> Pairs:
+def in_order(audit: Audit, questions: Questions) -> Pairs:
     """Ask both servers one question after another; record the baseline's answers, yield the audited server's."""
     for question in questions:
-        audit.add_reference(question, audit.asker.one(compare.BASELINE, question))
+        audit.add_reference(question, audit.asker.one(BASELINE, question))
     for question in questions:
-        yield question, audit.asker.one(compare.AUDITED, question)
+        yield question, audit.asker.one(AUDITED, question)
 
 
-def together(audit: compare.Audit, questions: Questions, in_flight: int, cancel: Collection[int] = ()) -> Pairs:
+def together(audit: Audit, questions: Questions, in_flight: int, cancel: Collection[int] = ()) -> Pairs:
     """Ask both servers several questions at a time; yield the audited server's complete answers."""
     replies = []
-    for side in (compare.BASELINE, compare.AUDITED):
+    for side in (BASELINE, AUDITED):
         begin = time.perf_counter()
         replies.append(audit.asker.all(side, questions, in_flight, cancel))
         if not cancel:
@@ -178,11 +191,11 @@ CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Delhi", "Quito")
 FUNCTION = {"name": "report_weather", "description": "Report the weather.", "parameters": SCHEMA}
 
 
-def limits(audit: compare.Audit) -> compare.Finding:
+def limits(audit: Audit) -> Finding:
     """Ask for a few tokens: the reply must be a prefix of the longer answer, with the baseline's finish reason."""
     questions = [
         question.having(f"of {limit} tokens", max_tokens=limit)
-        for question, limit in zip(audit.few, LIMITS * compare.MANY, strict=False)
+        for question, limit in zip(audit.few, LIMITS * MANY, strict=False)
     ]
 
     def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
@@ -202,7 +215,7 @@ def limits(audit: compare.Audit) -> compare.Finding:
     return checked(audit, "limit", questions, holds)
 
 
-def stop_strings(audit: compare.Audit) -> compare.Finding:
+def stop_strings(audit: Audit) -> Finding:
     """Ask to stop at a string in the middle of an answer."""
     questions = [
         question.having("with a stop string", stop=[stop])
@@ -227,7 +240,7 @@ def stop_in(text: str) -> str | None:
     return next((m[0] for m in words if m[0] not in text[: m.start()]), None)
 
 
-def usage(audit: compare.Audit) -> compare.Finding:
+def usage(audit: Audit) -> Finding:
     """Compare the token counts with the baseline's for the same text."""
 
     def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
@@ -240,10 +253,10 @@ def usage(audit: compare.Audit) -> compare.Finding:
     return checked(audit, "usage", audit.few, holds)
 
 
-def logprobs_hold(audit: compare.Audit) -> compare.Finding:
+def logprobs_hold(audit: Audit) -> Finding:
     """Compare the logprobs with the text, and with the baseline's of the same tokens."""
-    questions = [*map(compare.with_logprobs, audit.few)]
-    questions += map(compare.unstreamed, questions[:])
+    questions = [*map(with_logprobs, audit.few)]
+    questions += map(unstreamed, questions[:])
 
     def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
         if not theirs.tokens:
@@ -262,8 +275,8 @@ def logprobs_hold(audit: compare.Audit) -> compare.Finding:
             or apart("token {} lists {} alternatives where the baseline lists {}", 1, counts)
         )
 
-    if not audit.asker.one(compare.BASELINE, questions[0]).tokens:
-        return compare.Finding("not_offered", "the baseline gives no logprobs")
+    if not audit.asker.one(BASELINE, questions[0]).tokens:
+        return Finding("not_offered", "the baseline gives no logprobs")
     return checked(audit, "logprobs", questions, holds)
 
 
@@ -287,7 +300,7 @@ def listed(one: Mapping[bytes, float], other: Mapping[bytes, float]) -> list[tup
     return pairs
 
 
-def schemas(audit: compare.Audit) -> compare.Finding:
+def schemas(audit: Audit) -> Finding:
     """Ask for JSON by a schema: the reply must match the schema."""
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
     fields = {"response_format": form, "max_tokens": 4 * audit.config.max_new_tokens}
@@ -303,12 +316,12 @@ def schemas(audit: compare.Audit) -> compare.Finding:
     return checked(audit, "schema", questions, holds)
 
 
-def tool_calls(audit: compare.Audit) -> compare.Finding:
+def tool_calls(audit: Audit) -> Finding:
     """Ask a question that needs a tool call: the call's arguments must be JSON."""
     fields = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "auto",
               "max_tokens": 4 * audit.config.max_new_tokens}  # fmt: skip
     questions = [
-        compare.ask_text(f"tool {city}", f"It is {7 + 3 * index} degrees in {city}: report it.", True, **fields)
+        ask_text(f"tool {city}", f"It is {7 + 3 * index} degrees in {city}: report it.", True, **fields)
         for index, city in enumerate(CITIES)
     ]
 
@@ -327,11 +340,11 @@ def parsed(text: str) -> Any:
         return None
 
 
-def checked(audit: compare.Audit, fault: str, questions: Questions, holds: Holds) -> compare.Finding:
+def checked(audit: Audit, fault: str, questions: Questions, holds: Holds) -> Finding:
     """Return the finding on a property; a violation counts if the baseline, asked twice, has the property."""
-    held, shared, differences, error = 0, 0, list[compare.Difference](), "no such questions"
+    held, shared, differences, error = 0, 0, list[Difference](), "no such questions"
     for question in questions:
-        theirs, ours = (audit.asker.one(side, question) for side in (compare.BASELINE, compare.AUDITED))
+        theirs, ours = (audit.asker.one(side, question) for side in (BASELINE, AUDITED))
         if theirs.error:
             error = f"the baseline does not offer it: {theirs.error}"
             continue
@@ -339,16 +352,16 @@ def checked(audit: compare.Audit, fault: str, questions: Questions, holds: Holds
         if broken is None:
             held += 1
             continue
-        again = audit.asker.one(compare.BASELINE, question)
+        again = audit.asker.one(BASELINE, question)
         if any(reply.error or holds(question, reply, theirs) for reply in (theirs, again)):
             shared += 1
         else:
             suspected = "error" if ours.error else fault
-            differences.append(compare.violation(question, ours.content, theirs.content, suspected, broken))
+            differences.append(violation(question, ours.content, theirs.content, suspected, broken))
     if not (count := held + shared + len(differences)):
-        return compare.Finding("not_offered", error)
+        return Finding("not_offered", error)
     summary = f"{held} of {count} replies hold"
     summary += f"; {shared} violations are the baseline's too" if shared else ""
     if shared == count:
-        return compare.Finding("not_offered", f"the baseline does not hold it: {summary}")
-    return compare.Finding("failed" if differences else "passed", summary, differences)
+        return Finding("not_offered", f"the baseline does not hold it: {summary}")
+    return Finding("failed" if differences else "passed", summary, differences)

@@ -21,13 +21,25 @@ from heads.common.errors import one_line
 from heads.common.progress import Bar
 from heads.common.typed import Amount, Count, Json, NewTokens, Positive, Within
 from heads.common.untrusted import visible
-from ops import served
+from ops.served import (
+    STREAMED,
+    Question,
+    Questions,
+    Record,
+    Replies,
+    Reply,
+    Server,
+    ServersConfig,
+    Token,
+    read_replies,
+    within,
+)
 
 AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens per position
 CANCEL_AFTER = 2  # events of a cancelled stream
 Status = Literal["passed", "failed", "undecided", "not_offered", "not_run"]
-Asked = tuple[served.Question, served.Reply]
+Asked = tuple[Question, Reply]
 Kind = Literal["fault", "near_tie", "unexplained"]
 VERBS: dict[Kind, str] = {
     "fault": "differ",
@@ -44,7 +56,7 @@ MANY = 12  # prompts of most checks
 
 
 @dataclass(frozen=True)
-class AuditConfig(served.ServersConfig):
+class AuditConfig(ServersConfig):
     """The servers, the requests and their budget; conf/ops/audit.yaml explains the keys."""
 
     questions: list[str]
@@ -81,14 +93,14 @@ class Asker:
     budget, and where a server stopped answering; an error that a server answers with is a reply.
     """
 
-    sides: Mapping[str, served.Server]
+    sides: Mapping[str, Server]
     config: AuditConfig
-    settings: served.Record
+    settings: Record
     bar: Bar
     requests: int = 0
     in_flight: int = 1
     ended: str = ""
-    crash: tuple[served.Question, int] | None = None
+    crash: tuple[Question, int] | None = None
     begun: float = field(default_factory=time.monotonic)
     lock: Any = field(default_factory=threading.Lock)
 
@@ -97,12 +109,12 @@ class Asker:
         """Return the minutes since the first request."""
         return (time.monotonic() - self.begun) / 60
 
-    def body(self, side: str, question: served.Question) -> Json:
+    def body(self, side: str, question: Question) -> Json:
         """Return the fields of a request, without server-specific ones; streamed unless the question sets `stream`."""
-        streamed = served.STREAMED if question.body.get("stream", True) else {}
+        streamed = STREAMED if question.body.get("stream", True) else {}
         return {"model": self.sides[side].model, **self.settings, **streamed, **question.body}
 
-    def ask(self, side: str, question: served.Question, cancel: bool = False) -> served.Replies:
+    def ask(self, side: str, question: Question, cancel: bool = False) -> Replies:
         """Return the choices of a reply; with `cancel` the stream is aborted early."""
         with self.lock:
             if self.requests >= self.config.requests:
@@ -114,12 +126,12 @@ class Asker:
         begin = time.perf_counter()
         try:
             body = {**self.body(side, question), **server.config.extra}
-            events = served.within(server.client, seconds).events(question.path, body)
+            events = within(server.client, seconds).events(question.path, body)
             if cancel:
                 with closing(cast(Generator[Any, None, None], events)) as begun:
                     list(islice(begun, CANCEL_AFTER))
-                return [served.Reply(error="cancelled")]
-            return served.read_replies(((time.perf_counter() - begin, event) for event in events), server.model)
+                return [Reply(error="cancelled")]
+            return read_replies(((time.perf_counter() - begin, event) for event in events), server.model)
         except (EndpointError, ValueError) as failure:  # ValueError: the server refuses the key, or lacks the path
             cause = getattr(failure, "cause", "")
             if cause == "timeout":
@@ -128,15 +140,13 @@ class Asker:
                 if side == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive():
                     self.crash = self.crash or (question, self.in_flight)
                 self._end(f"a server went away: {server.url}: {one_line(failure)}")
-            return [served.Reply(error=visible(one_line(failure)))]
+            return [Reply(error=visible(one_line(failure)))]
 
-    def one(self, side: str, question: served.Question, cancel: bool = False) -> served.Reply:
+    def one(self, side: str, question: Question, cancel: bool = False) -> Reply:
         """Return the only choice of a reply."""
         return self.ask(side, question, cancel)[0]
 
-    def all(
-        self, side: str, questions: served.Questions, in_flight: int, cancelled: Collection[int] = ()
-    ) -> served.Replies:
+    def all(self, side: str, questions: Questions, in_flight: int, cancelled: Collection[int] = ()) -> Replies:
         """Return a server's replies, `in_flight` at a time; streams at the `cancelled` indices are aborted early."""
         self.in_flight = min(in_flight, len(questions))
         with ThreadPoolExecutor(in_flight) as pool:
@@ -165,14 +175,14 @@ class Bound(float):
 class Difference(NamedTuple):
     """An answer of the audited server that differs from all of the baseline's."""
 
-    question: served.Question
+    question: Question
     ours: str
     theirs: str
     at: int  # first byte at which both texts differ
     gap: float | None  # nats from the baseline's choice down to the audited server's token; None: unknown
     kind: Kind
     fault: str = ""  # a key of `faults` in words.j2, empty if it resembles none
-    before: tuple[served.Question, ...] = ()  # questions to ask first for a reproduction
+    before: tuple[Question, ...] = ()  # questions to ask first for a reproduction
     in_flight: int = 1
     note: str = ""  # the violation, if it is not a difference of texts
 
@@ -202,31 +212,31 @@ class Audit:
     `tokens` and `seconds` of timed answers are keyed by server and requests in flight.
     """
 
-    def __init__(self, asker: Asker, questions: list[served.Question], config: AuditConfig) -> None:
+    def __init__(self, asker: Asker, questions: list[Question], config: AuditConfig) -> None:
         self.asker, self.questions, self.config, self.near_tie = asker, questions, config, config.near_tie
         self.few = questions[:MANY]
         self.tokens = Counter[tuple[str, int]]()
         self.seconds = defaultdict[tuple[str, int], float](float)
-        self.answers = defaultdict[tuple[str, str], served.Replies](list)  # the baseline's answers by question
-        self.explained: dict[tuple[str, str], served.Replies] = {}
+        self.answers = defaultdict[tuple[str, str], Replies](list)  # the baseline's answers by question
+        self.explained: dict[tuple[str, str], Replies] = {}
         self.texts: dict[str, str] = {}  # the baseline's first answers by prompt
 
-    def question(self, id_: str, text: str, *before: str, **fields: Any) -> served.Question:
+    def question(self, id_: str, text: str, *before: str, **fields: Any) -> Question:
         """Return a question with a user's text; `before` are the conversation's earlier messages, the user's first."""
         return ask_text(id_, text, self.config.client.chat, *before, **fields)
 
-    def time(self, side: str, in_flight: int, replies: Iterable[served.Reply], seconds: float) -> None:
+    def time(self, side: str, in_flight: int, replies: Iterable[Reply], seconds: float) -> None:
         """Record a server's time for answers with `in_flight` requests at a time."""
         self.tokens[side, in_flight] += sum(reply.completion_tokens or 0 for reply in replies)
         self.seconds[side, in_flight] += seconds
 
-    def add_reference(self, question: served.Question, reply: served.Reply) -> None:
+    def add_reference(self, question: Question, reply: Reply) -> None:
         """Add an answer by the baseline, with which others are compared."""
         if not reply.error:
             self.texts.setdefault(question.prompt, reply.text)
         self.answers[question.content].append(reply)
 
-    def difference(self, question: served.Question, ours: served.Reply) -> Difference | None:
+    def difference(self, question: Question, ours: Reply) -> Difference | None:
         """Compare an answer with all of the baseline's to this question; None if it equals one of them."""
         theirs = self.answers[question.content]
         if ours.content in {reply.content for reply in theirs}:
@@ -247,7 +257,7 @@ class Audit:
         kind: Kind = "unexplained" if unexplained else "near_tie"
         return Difference(question, ours.content, nearest.content, left if gap is None else at, gap, kind)
 
-    def explained_by(self, question: served.Question) -> served.Replies:
+    def explained_by(self, question: Question) -> Replies:
         """Return the baseline's answers with logprobs; empty for a server without logprobs."""
         key = question.content
         if key not in self.explained:
@@ -255,7 +265,7 @@ class Audit:
             self.explained[key] = [reply for reply in replies if reply.tokens]
         return self.explained[key]
 
-    def _looks(self, question: served.Question, ours: served.Reply, theirs: str, at: int) -> str:
+    def _looks(self, question: Question, ours: Reply, theirs: str, at: int) -> str:
         """Return the fault that the texts of a difference suggest."""
         rest, after = (text.encode()[at:].decode(errors="replace") for text in (ours.text, theirs))
         if not rest:
@@ -272,7 +282,7 @@ def compare_answers(
     audit: Audit,
     answers: Iterable[Asked],
     fault: str = "",
-    before: Mapping[str, tuple[served.Question, ...]] | None = None,
+    before: Mapping[str, tuple[Question, ...]] | None = None,
     in_flight: int = 1,
 ) -> Finding:
     """Return the finding on the audited server's answers.
@@ -302,27 +312,27 @@ def compare_answers(
     return Finding(status, summary, differences, {"answers": count})
 
 
-def violation(question: served.Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
+def violation(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
     """Return the fault that a note states about an answer of the audited server."""
     return Difference(question, ours, theirs, first_difference(ours, theirs), None, "fault", fault, note=note[:SHOWN])
 
 
-def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> served.Question:
+def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Question:
     """Return a question with a user's text; `before` holds the conversation's earlier messages, the user's first."""
     if not chat:
-        return served.Question(id_, "/completions", {"prompt": "\n\n".join([*before, text]), **fields})
+        return Question(id_, "/completions", {"prompt": "\n\n".join([*before, text]), **fields})
     turns = zip(cycle(("user", "assistant")), [*before, text], strict=False)
     messages = [{"role": role, "content": content} for role, content in turns]
-    return served.Question(id_, "/chat/completions", {"messages": messages, **fields})
+    return Question(id_, "/chat/completions", {"messages": messages, **fields})
 
 
-def with_logprobs(question: served.Question) -> served.Question:
+def with_logprobs(question: Question) -> Question:
     """Return the same question, asked with logprobs."""
     fields = {"logprobs": True, "top_logprobs": LOGPROBS} if "messages" in question.body else {"logprobs": LOGPROBS}
     return question.having("with logprobs", **fields)
 
 
-def unstreamed(question: served.Question) -> served.Question:
+def unstreamed(question: Question) -> Question:
     """Return the same question, without streaming."""
     return question.having("whole", stream=False)
 
@@ -332,7 +342,7 @@ def first_difference(one: str, other: str) -> int:
     return shared_length(one.encode(), other.encode())
 
 
-def gap_at(theirs: served.Reply, ours: str, body: served.Record) -> tuple[int, float | None]:
+def gap_at(theirs: Reply, ours: str, body: Record) -> tuple[int, float | None]:
     """Return the byte where a text departs from an answer with logprobs, and the gap there in nats.
 
     The gap is None if the tokens do not give the text, or end earlier.
@@ -349,7 +359,7 @@ def gap_at(theirs: served.Reply, ours: str, body: served.Record) -> tuple[int, f
     return at, None
 
 
-def lead(token: served.Token, rest: bytes) -> float | None:
+def lead(token: Token, rest: bytes) -> float | None:
     """Return a token's lead over the token that begins `rest`, or over the next best one if `rest` is empty."""
     others = {text: value for text, value in token.top.items() if text != token.text}
     going_on = [text for text in others if text and rest.startswith(text)]
@@ -360,7 +370,7 @@ def lead(token: served.Token, rest: bytes) -> float | None:
     return Bound(token.logprob - min(others.values()))
 
 
-def penalized(tokens: Sequence[served.Token], body: served.Record) -> list[served.Token]:
+def penalized(tokens: Sequence[Token], body: Record) -> list[Token]:
     """Apply presence and frequency penalties to reported logprobs, for engines that report them before penalties."""
     presence, frequency = (body.get(f"{key}_penalty", 0.0) for key in ("presence", "frequency"))
     if all(token.logprob >= max(token.top.values(), default=token.logprob) for token in tokens):
