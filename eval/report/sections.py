@@ -10,7 +10,19 @@ from typing import Any, NamedTuple
 from eval.measures.losslessness import COUNTS, Gate, SampledGate, in_words
 from eval.measures.metrics import LEVEL, PARTS
 from eval.measures.results import ENDPOINT, LIVE
-from eval.report import view
+from eval.report.view import (
+    COSTS,
+    REMEDIES,
+    Record,
+    Result,
+    flattened,
+    results_of,
+    shown,
+    sweeps,
+    with_interval,
+    without_ending,
+    words,
+)
 from heads.common.typed import Json
 from inference.verification.rules import equals_baseline
 
@@ -20,7 +32,7 @@ INTERVAL = f"[{LEVEL:.0%}]"
 
 Spec = Json  # a plot: its caption and its records, or one record
 DIGITS = 4  # decimals of a plot's data, which tooltips show
-Column = tuple[str, Callable[[view.Result], str]]  # a column's title, and its cell for a result
+Column = tuple[str, Callable[[Result], str]]  # a column's title, and its cell for a result
 
 
 class Table(NamedTuple):
@@ -46,13 +58,13 @@ class Section(NamedTuple):
 def number(title: str, key: str, digits: int | None = 2, per: str | None = None, scale: float = 1.0) -> Column:
     """Return a column for a value of the row, by its dotted key; `per` is the key of a divisor."""
 
-    def cell(result: view.Result) -> str:
+    def cell(result: Result) -> str:
         value: Any = result.row
         for name in key.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
         if per is not None:
             value = value / result.row[per] * scale if value is not None and result.row[per] else None
-        return view.shown(value, digits)
+        return shown(value, digits)
 
     return title, cell
 
@@ -65,27 +77,27 @@ DEPTHS: Column = ("P(a≥1) P(a≥2) …", lambda result: result.accepted)
 SPEED: Column = ("tok/s", lambda result: result.speed)
 SPEEDUP: Column = (f"speedup {INTERVAL}", lambda result: result.speedup)
 LOSSLESS: Column = ("lossless", lambda result: in_words(result.row.get("lossless")))
-HF: Column = ("vs HF", lambda result: result.hide_if_gate_failed(view.shown(result.row["speedup_hf"])))
+HF: Column = ("vs HF", lambda result: result.hide_if_gate_failed(shown(result.row["speedup_hf"])))
 RESULTS = [LABEL, T, TREE, number("rule", "rule"), TAU, DEPTHS, SPEED, SPEEDUP, HF, LOSSLESS]
 SWEEP = [T, TAU, DEPTHS, SPEEDUP, LOSSLESS]  # columns for the runs of a multirun
 
 
-def _batch(result: view.Result) -> str:
+def _batch(result: Result) -> str:
     rate = result.row.get("request_rate")
     return str(result.row["batch_size"]) + (f" at {rate:g} req/s" if rate is not None else "")
 
 
 def advice(most: str, less: Mapping[str, float], **_: Any) -> str:
     """Describe the most useful improvement of a speedup breakdown."""
-    return f"{view.REMEDIES[most]} ({less[most]:.3f} with a tenth less loss)"
+    return f"{REMEDIES[most]} ({less[most]:.3f} with a tenth less loss)"
 
 
-WORKLOAD: Column = ("workload", lambda result: view.without_ending(str(result.row["workload"])))
+WORKLOAD: Column = ("workload", lambda result: without_ending(str(result.row["workload"])))
 CARD = [number("drafter", "drafter"), TREE, WORKLOAD, T, ("batch", _batch), TAU, DEPTHS, SPEED, SPEEDUP, LOSSLESS]
 WHY = [
     LABEL, T, number("τ (ideal)", "ladder.rungs.ideal"),
-    *(number(f"after {cost}", f"ladder.rungs.{cost}") for cost in view.COSTS[:-1]),
-    number("speedup", f"ladder.rungs.{view.COSTS[-1]}"), number("oracle", "ladder.oracle"),
+    *(number(f"after {cost}", f"ladder.rungs.{cost}") for cost in COSTS[:-1]),
+    number("speedup", f"ladder.rungs.{COSTS[-1]}"), number("oracle", "ladder.oracle"),
     ("would help most", lambda result: advice(**result.row["ladder"])),
 ]  # fmt: skip
 TIMES = [
@@ -108,7 +120,7 @@ LOAD = [
 CATEGORIES = [LABEL, T, number("prompts", "prompts"), TAU, SPEEDUP]
 
 
-def table(columns: Sequence[Column], results: Iterable[view.Result]) -> Table:
+def table(columns: Sequence[Column], results: Iterable[Result]) -> Table:
     """Return a table with a line for each result."""
     listed = list(results)
     lines = [[cell(result) for _, cell in columns] for result in listed]
@@ -117,17 +129,17 @@ def table(columns: Sequence[Column], results: Iterable[view.Result]) -> Table:
 
 def values_table(titles: Sequence[str], body: Sequence[Sequence[Any]]) -> Table:
     """Return a table of values that belong to no single result."""
-    return Table(list(titles), [[view.shown(value, 3) for value in line] for line in body], [False] * len(body))
+    return Table(list(titles), [[shown(value, 3) for value in line] for line in body], [False] * len(body))
 
 
-def results_table(report: view.Record) -> Table:
+def results_table(report: Record) -> Table:
     """Return the results of whole workloads: τ, speed, speedup, losslessness."""
-    return table(RESULTS, (result for result in view.results_of(report) if not result.row.get("category")))
+    return table(RESULTS, (result for result in results_of(report) if not result.row.get("category")))
 
 
-def sections(report: view.Record) -> list[Section]:
+def sections(report: Record) -> list[Section]:
     """Return the sections that have a table, a plot or a list."""
-    results = view.results_of(report)
+    results = results_of(report)
     overall = [result for result in results if result.overall]
     rated = [result for result in overall if result.rated]
     parts = [result for result in results if result.clocked and result.row.get("category")]
@@ -149,16 +161,16 @@ def sections(report: view.Record) -> list[Section]:
     return [one for one in candidates if one.plot or one.bullets or (one.table and one.table.lines)]
 
 
-def headlines_of(report: view.Record) -> list[view.Result]:
+def headlines_of(report: Record) -> list[Result]:
     """Return each drafter's first result, not its best; it counts as failed if any result of the drafter failed."""
-    first: dict[str, view.Result] = {}
-    for result in view.results_of(report):
+    first: dict[str, Result] = {}
+    for result in results_of(report):
         one = first.setdefault(result.row["drafter"], result)
         first[result.row["drafter"]] = replace(one, failed=one.failed or result.failed)
     return [result for result in first.values() if result.speculative] or list(first.values())
 
 
-def sentence(report: view.Record) -> str:
+def sentence(report: Record) -> str:
     """Return a sentence about the fastest lossless drafter; empty without one."""
     timed = [
         result
@@ -188,10 +200,10 @@ def sentence(report: view.Record) -> str:
     return f"{text}; {counts['identical']} of {counts['checked']} answers identical{noise}{ties}."
 
 
-def compared(report: view.Record) -> list[str]:
+def compared(report: Record) -> list[str]:
     """Return a line for each drafter that was compared with another on the same prompts."""
 
-    def change(difference: view.Record, digits: int) -> str:
+    def change(difference: Record, digits: int) -> str:
         value, low, high = (f"{difference[key]:+.{digits}f}" for key in ("difference", "low", "high"))
         clear = "" if difference["low"] > 0 or difference["high"] < 0 else "not "
         return f"{value} [{low}, {high}], {clear}clear of zero"
@@ -204,43 +216,43 @@ def compared(report: view.Record) -> list[str]:
     ]
 
 
-def why(report: view.Record) -> list[str]:
+def why(report: Record) -> list[str]:
     """Describe the speedup breakdown of each drafter's first result."""
     lines = []
     for result in headlines_of(report):
         if breakdown := result.row.get("ladder"):
             stages, gain = breakdown["rungs"], breakdown["less"][breakdown["most"]]
-            before = dict(zip(view.COSTS, stages.values(), strict=False))
+            before = dict(zip(COSTS, stages.values(), strict=False))
             left = {
                 cost: f"{stages[cost]:.2f}" + " (cheaper than the baseline's)" * (stages[cost] > before[cost])
-                for cost in view.COSTS
+                for cost in COSTS
             }
             lines.append(
                 f"{result.name} commits {stages['ideal']:.2f} tokens per pass, the speedup if a pass cost a step of "
                 f"the baseline. The dearer passes leave {left['verification']}; drafting leaves {left['draft']}; the "
                 f"rest of the step leaves the measured {left['overhead']}. The greatest gain would come from "
-                f"{view.REMEDIES[breakdown['most']]}: {gain:.2f} if that loss were a tenth smaller. An oracle that "
+                f"{REMEDIES[breakdown['most']]}: {gain:.2f} if that loss were a tenth smaller. An oracle that "
                 f"drafts only accepted tokens, at no cost, would reach {breakdown['oracle']:.2f}."
             )
     return [*lines, BREAKDOWN_NOTE]
 
 
-def paying(results: Sequence[view.Result]) -> list[str]:
+def paying(results: Sequence[Result]) -> list[str]:
     """Describe the batch sizes and request rates at which each draft setting is faster than the baseline."""
     lines = []
     for key, unit in (("batch_size", "batch size"), ("request_rate", "requests per second")):
-        for name, curve in view.sweeps(results, key).items():
+        for name, curve in sweeps(results, key).items():
             by_verdict: dict[str, list[str]] = {}
             for result in curve:
                 verdict = "pays" if result.row["speedup"] > 1 else "loses"
-                speedup = view.with_interval(result.row["speedup"], result.row["speedup_ci"])
+                speedup = with_interval(result.row["speedup"], result.row["speedup_ci"])
                 by_verdict.setdefault(verdict, []).append(f"{result.row[key]:g} ({speedup})")
             at = "; ".join(f"{verdict} at {unit} {', '.join(loads)}" for verdict, loads in by_verdict.items())
             lines.append(f"{name}: {at}")
     return lines
 
 
-def gate_section(report: view.Record) -> Section:
+def gate_section(report: Record) -> Section:
     """Return the losslessness checks: counts by drafter; as sentences, checks above temperature 0 and near ties."""
     settings = report["settings"]
     gates = settings.get("gate", {})
@@ -248,7 +260,7 @@ def gate_section(report: view.Record) -> Section:
     lines = [f"{'' if check.passed else 'FAILED: '}{check}." for check in sampled]
     near = [f"near tie of {name}: {tie}" for name, gate in gates.items() for tie in Gate.read(gate).ties[:TIES]]
     counts = values_table(
-        ("drafter", *map(view.words, COUNTS)),
+        ("drafter", *map(words, COUNTS)),
         [(name, *(gate.get(key) for key in COUNTS)) for name, gate in gates.items()],
     )
     counts = counts._replace(failed=[not gate.get("passed", True) for gate in gates.values()])
@@ -257,7 +269,7 @@ def gate_section(report: view.Record) -> Section:
     return Section("gate", "Is it lossless?", text, counts, bullets=[*lines, *near])
 
 
-def nodes(report: view.Record) -> Table:
+def nodes(report: Record) -> Table:
     """Return the most often accepted nodes of each drafter's tree, with their share of the target passes."""
     body = []
     for name, record in report.get("trees", {}).items():
@@ -267,14 +279,14 @@ def nodes(report: view.Record) -> Table:
     return values_table(("drafter", "tree", "ranks from the root", "depth", "accepted"), body)
 
 
-def facts_of(report: view.Record) -> dict[str, Json]:
+def facts_of(report: Record) -> dict[str, Json]:
     """Return the target, device and settings of the measurement, by name."""
     settings = {key: value for key, value in report["settings"].items() if key not in ("gate", "sampled_gate")}
     facts = {"target": report["target"], "device": report["device"], "settings": settings}
-    return {name: {view.words(key): value for key, value in view.flattened(values)} for name, values in facts.items()}
+    return {name: {words(key): value for key, value in flattened(values)} for name, values in facts.items()}
 
 
-def notes_of(report: view.Record) -> Iterator[str]:
+def notes_of(report: Record) -> Iterator[str]:
     """Yield the notes on how to read the numbers of a report.json."""
     rows = report["rows"]
     yield NOTES[0]
@@ -292,7 +304,7 @@ def plotted(caption: str, data: Sequence[Spec]) -> Spec | None:
     return {"description": caption, "data": {"values": rounded}} if data else None
 
 
-def acceptance_plot(results: Sequence[view.Result]) -> Spec | None:
+def acceptance_plot(results: Sequence[Result]) -> Spec | None:
     """Return the plot of P(a >= d) by depth."""
     data = [
         {"name": result.name, "depth": depth, "accepted": fraction, "of those that reach it": conditional}
@@ -305,31 +317,31 @@ def acceptance_plot(results: Sequence[view.Result]) -> Spec | None:
     return plotted("Acceptance by depth: the share of target passes that accepted d drafted tokens or more", data)
 
 
-def speedup_plot(results: Sequence[view.Result]) -> Spec | None:
+def speedup_plot(results: Sequence[Result]) -> Spec | None:
     """Return the plot of each drafter's speedup with its interval."""
     shown_ones = (result for result in results if result.overall and not result.failed and result.speculative)
     data = [_speedup(result.name, result) for result in shown_ones if result.row["speedup"] is not None]
     return plotted("Speedup by drafter with its 95% interval; the dashed line is the baseline", data)
 
 
-def batch_plot(results: Sequence[view.Result]) -> Spec | None:
+def batch_plot(results: Sequence[Result]) -> Spec | None:
     """Return the plot of the speedup over the batch size, if several were measured."""
     data = [
         _speedup(name, result) | {"batch size": result.row["batch_size"]}
-        for name, curve in view.sweeps(results, "batch_size").items()
+        for name, curve in sweeps(results, "batch_size").items()
         for result in curve
     ]
     return plotted("Speedup over the batch size with its 95% interval; the dashed line is the baseline", data)
 
 
-def _speedup(name: str, result: view.Result) -> Spec:
+def _speedup(name: str, result: Result) -> Spec:
     """Return a speedup with the ends of its interval; without an interval both ends are the speedup."""
     speedup = result.row["speedup"]
     low, high = result.row["speedup_ci"] or (speedup, speedup)
     return {"name": name, "drafter": result.row["drafter"], "speedup": speedup, "low": low, "high": high}
 
 
-def time_plot(results: Sequence[view.Result]) -> Spec | None:
+def time_plot(results: Sequence[Result]) -> Spec | None:
     """Return the plot of a pass's milliseconds, including its draft, by activity."""
     data = [
         {"name": result.name, "activity": key, "order": order, "ms": 1000 * result.row["seconds"][key] / steps}
@@ -340,7 +352,7 @@ def time_plot(results: Sequence[view.Result]) -> Spec | None:
     return plotted("Where the time of a target pass with its draft goes", data)
 
 
-def learning_curve(curves: Mapping[str, view.Record]) -> Spec | None:
+def learning_curve(curves: Mapping[str, Record]) -> Spec | None:
     """Return the plot of the training loss, and of τ by the verifier with its interval, over the steps."""
     losses = [
         {"name": f"{name}, loss", "step": step["step"], "loss": step["loss"]}
