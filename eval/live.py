@@ -96,9 +96,7 @@ def interleave(
     if batch_size > 1:
         return in_turns(runners, lambda name, *_: runners[name](tokens), [every], repeats, seed, begin)
     batches = [[index] for index in every]
-    return in_turns(
-        runners, lambda name, at, _: [runners[name](tokens[at[0]])], batches, repeats, seed, begin
-    )  # fmt: skip
+    return in_turns(runners, lambda name, at, _: [runners[name](tokens[at[0]])], batches, repeats, seed, begin)
 
 
 def in_turns(

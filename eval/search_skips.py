@@ -56,9 +56,7 @@ def find(job: JobConfig) -> Path:
         raise ValueError(f"{target.name}: no set of skipped sub-layers rates above the baseline; use another drafter")
     path = Path(job.out).expanduser() if job.out else Path("outputs") / f"{model.name}-skips.json"
     results = {"predicted_tau": rating.tau, "predicted_speedup": rating.speed, "draft_cost": rating.cost}
-
-    settings = (list(skips.attention), list(skips.mlp), rating.depth, 0.0)
-    save_skips(path, SkipFile(FORMAT, target.spec, *settings, results))
+    save_skips(path, SkipFile(FORMAT, target.spec, list(skips.attention), list(skips.mlp), rating.depth, 0.0, results))
     layers = len(target.decoder_layers)
     print(f"{path}: without {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers of {layers} each")
     print("\n".join(f"  {name}: {value:.4g}" for name, value in results.items()))

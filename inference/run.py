@@ -49,12 +49,11 @@ def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase)
 
 def summary(generation: Generation) -> str:
     """Return one line of numbers: τ and the speed of decoding, without the prefill and its token."""
-    count = len(generation.tokens)
     if not generation.steps:
-        return f"{count} token from the prefill alone ({generation.finish_reason})"
-    rate = (count - 1) / generation.decode_s if generation.decode_s else 0.0
+        return f"{len(generation.tokens)} token from the prefill alone ({generation.finish_reason})"
+    rate = (len(generation.tokens) - 1) / generation.decode_s if generation.decode_s else 0.0
     return (
-        f"τ {generation.tau:.2f}, {rate:.1f} tokens/s, {count} tokens in {len(generation.steps)} "
+        f"τ {generation.tau:.2f}, {rate:.1f} tokens/s, {len(generation.tokens)} tokens in {len(generation.steps)} "
         f"target passes after the prefill ({generation.finish_reason}); {STYLES['draft']}: drafted, {STYLES['bonus']}: "
         "the target's own"
     )

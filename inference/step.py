@@ -483,7 +483,6 @@ class DeviceStep:
 
     def compact(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> Features | None:
         """Compact the cache to the accepted paths and advance the slots; return the drafter's rows, if it reads any."""
-        committed = accepted.committed
         step = torch.arange(max_committed, device=accepted.path.device)
         path = accepted.path[:, :max_committed]
         token = accepted.token[:, :max_committed]
@@ -491,13 +490,13 @@ class DeviceStep:
         if not self.plan.chain:
             begin = slots.length[:, None]
             self.cache.storage.compact(row, begin + path, begin + step)
-        root = token.gather(1, (committed[:, None] - 1).clamp_min(0))[:, 0]
-        slots.root.copy_(torch.where(committed > 0, root, slots.root) if self.has_idle else root)
-        slots.length.add_(committed)
-        slots.max_draft_depth.sub_(committed)
-        slots.min_tokens_left.sub_(committed)
+        root = token.gather(1, (accepted.committed[:, None] - 1).clamp_min(0))[:, 0]
+        slots.root.copy_(torch.where(accepted.committed > 0, root, slots.root) if self.has_idle else root)
+        slots.length.add_(accepted.committed)
+        slots.max_draft_depth.sub_(accepted.committed)
+        slots.min_tokens_left.sub_(accepted.committed)
         if self.penalises:
-            taken = step < committed[:, None]
+            taken = step < accepted.committed[:, None]
             slots.seen_tokens.scatter_(1, torch.where(taken, token, slots.root[:, None]), True)
         if self.draft_batch.traits.head_batch is None:
             return None

@@ -280,10 +280,9 @@ class Forecast:
     def finish(self, candidate: str) -> None:
         """Train a candidate for the rest of the budget, and print the forecast and the result."""
         state, points = self.state, self.state["points"][candidate]
-        newest = points[-1]
         if state["steps"] is None:
             clear_out(self.out)
-            last = newest["steps"]
+            last = points[-1]["steps"]
             begin, left = self.stable(last), self.budget.amount - state["spent"] - state["fixed"][candidate]
             saved = folder_of(Path("checkpoints"), begin)
             shutil.copytree(self.folder(candidate) / saved, self.out / saved)
@@ -293,10 +292,9 @@ class Forecast:
             self.save()
         steps, (trained, taus, errors) = state["steps"], ([p[key] for p in points] for key in ("steps", "tau", "error"))
         tau = predict(trained, taus, errors, steps, 1.0 + self.run.tree.tree_depth)
-        speed = newest["speedup"] / newest["tau"]  # at the last measured cost of a pass
-        forecasts = [scale * value for scale in (1.0, speed) for value in tau]
+        speed = points[-1]["speedup"] / points[-1]["tau"]  # at the last measured cost of a pass
         promised = "τ {:.2f} [{:.2f}, {:.2f}], speedup {:.2f} [{:.2f}, {:.2f}] (interval of {:.0%})".format(
-            *forecasts, LEVEL
+            *(scale * value for scale in (1.0, speed) for value in tau), LEVEL
         )
         print_line(f"{candidate} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
         self.train([*self.overrides(candidate, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",

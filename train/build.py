@@ -175,12 +175,11 @@ def executable_micro_batch(
         batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
         anchors, weight = loss.sample_rows(batch, batch.index)
         shape = (*batch.token.shape, len(head.feature_layers) + 1, head.embeddings.hidden_size)
-        dtype = target.dtype
         for _ in range(2):
             if isinstance(target, Target) and run.features.mode == "live":
                 features = target.features(batch.token, batch.document, head.feature_layers)
             else:
-                states = torch.zeros(shape, dtype=dtype, device=device)
+                states = torch.zeros(shape, dtype=target.dtype, device=device)
                 token, document = (to_device(field, device) for field in (batch.token, batch.document))
                 features = Features(token, states[:, :, 1:], states[:, :, 0], document)
             if accelerator.mixed_precision == "no":

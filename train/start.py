@@ -292,11 +292,10 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     block: Any = head.get_submodule(head.first_layer)
     residual = block.self_attn.o_proj, block.mlp.down_proj
     if isinstance(head, Eagle):  # scales the layer to the target's final norm
-        fc = head.fc
-        gain = final_gain(read(0), fc.weight.device).to(fc.weight)
-        fc.weight.copy_(solve(fc, lambda states: gain * states.below))
-        if fc.bias is not None:
-            fc.bias.zero_()
+        gain = final_gain(read(0), head.fc.weight.device).to(head.fc.weight)
+        head.fc.weight.copy_(solve(head.fc, lambda states: gain * states.below))
+        if head.fc.bias is not None:
+            head.fc.bias.zero_()
         for linear in residual:
             linear.weight.mul_(gain[:, None])
     else:

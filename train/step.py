@@ -315,10 +315,8 @@ class Stepper:
             features = in_dtype(features, next(self.head.parameters()).dtype)
         features = noisy(features, self.loss.noise, to_device(keys, device))
         anchors = None if anchors is None else to_device(anchors, device)
-
         # Dropout is seeded by run and step, so that a resumed run repeats it.
         torch.manual_seed(int(keys[0]))
-
         loss, sums = self.strategy.forward(features, weight, anchors, chunks, last=last)
         self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums

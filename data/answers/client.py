@@ -326,7 +326,6 @@ class Endpoint:
                 f"record {chat.id} is no chat, or the tokenizer of {self.tokenizer.name_or_path} has no chat template, "
                 "and an endpoint answers chats; remove it, give model.path= of the model that is served, or by=engine"
             )
-        settings = self.settings
         try:
             while True:
                 with self.lock:
@@ -337,20 +336,20 @@ class Endpoint:
                 body = {
                     "model": self.model,
                     "messages": chat.prompt,
-                    "temperature": settings.temperature,
-                    "top_p": settings.top_p if settings.temperature else 1.0,
-                    "max_tokens": settings.max_new_tokens,
+                    "temperature": self.settings.temperature,
+                    "top_p": self.settings.top_p if self.settings.temperature else 1.0,
+                    "max_tokens": self.settings.max_new_tokens,
                     "seed": chat.seed() % SEEDS,
                     "n": 1,
                     "stream": False,
                     **({"tools": chat.tools} if chat.tools else {}),
-                    **(TOKENS if settings.save_tokens else {}),
+                    **(TOKENS if self.settings.save_tokens else {}),
                     **({"chat_template_kwargs": self.template} if self.template else {}),
                     **self.client.config.extra,
                 }
                 data = self.client.request("POST", "/chat/completions", body)
                 reply = read_reply(data, self.model)
-                if settings.save_tokens:
+                if self.settings.save_tokens:
                     try:
                         (logged,) = logged_answers(data, "the reply")
                     except ValueError as error:

@@ -147,12 +147,11 @@ class Answers:
 
         atomic_write(self.out, lines())
         answers = sum(entry.answers for entry in answered)
-        totals = {"prompts": prompts, "chats": len(answered), "answers": answers, **counts}
         meta = {
             "schema": SCHEMA,
             "settings": settings,
             **notes,
-            "counts": totals,
+            "counts": {"prompts": prompts, "chats": len(answered), "answers": answers, **counts},
             **causes,
             "sha256": content_hash(self.out),
         }

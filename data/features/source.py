@@ -124,9 +124,8 @@ class LiveFeatures:
 
     def __init__(self, target: Any, batches: Batches, layers: tuple[int, ...]) -> None:
         self.target, self.batches, self.layers, self.stall = target, batches, layers, 0.0
-        self.forwards: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # the context in which the target's layers run
-        )
+        # The context in which the target's layers run.
+        self.forwards: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches; each read is a forward pass of the target."""

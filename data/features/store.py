@@ -140,13 +140,12 @@ class FeatureStore:
     @classmethod
     def create(cls, folder: Path, spec: StoreSpec) -> "FeatureStore":
         """Open or create the store in a folder; refuse one with other features, and a full disk."""
-        meta = folder / META
         with claim(folder / LOCKS / META, wait=True):
-            if not meta.exists():
+            if not (folder / META).exists():
                 try:
-                    write_checked(meta, {"format": FORMAT, **asdict(spec)})
+                    write_checked(folder / META, {"format": FORMAT, **asdict(spec)})
                 except OSError as error:
-                    raise ValueError(f"{meta}: could not be written ({error.strerror}); free space") from error
+                    raise ValueError(f"{folder / META}: could not be written ({error.strerror}); free space") from error
         store = cls(folder)
         store.check(spec)
         return store
@@ -165,10 +164,9 @@ class FeatureStore:
     def refresh(self) -> None:
         """Read the entries of shards that were finished since the last call."""
         for file in sorted((self.folder / INDEX).glob("[!.]*.json")):  # without files that are being written
-            name = file.stem
-            if name not in self.entries:
-                self.damaged.pop(name, None)
-                shard = self._shard(name)
+            if file.stem not in self.entries:
+                self.damaged.pop(file.stem, None)
+                shard = self._shard(file.stem)
                 try:
                     entry = typed(Entry, read_checked(file), f"{file}: entry")
                     if not shard.is_file():
@@ -176,10 +174,10 @@ class FeatureStore:
                     if (size := shard.stat().st_size) != entry.bytes:
                         raise ValueError(f"{shard}: damaged, it has {size} bytes instead of {entry.bytes}")
                 except ValueError as error:
-                    self.damaged[name] = str(error)
+                    self.damaged[file.stem] = str(error)
                 else:
-                    self._location.update({sequence: (name, i) for i, sequence in enumerate(entry.rows)})
-                    self.entries[name] = entry
+                    self._location.update({sequence: (file.stem, i) for i, sequence in enumerate(entry.rows)})
+                    self.entries[file.stem] = entry
 
     def has(self, sequence: int) -> bool:
         """Return whether a sequence is in a finished shard."""

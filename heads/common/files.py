@@ -121,8 +121,7 @@ def read_checked(path: Path) -> Json:
     regular(path)
     try:
         content: Json = parse_json(path.read_bytes())
-        recorded = content.pop(CHECKSUM)
-        right = recorded == checksum(content)
+        right = content.pop(CHECKSUM) == checksum(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: damaged, it is no JSON object with a checksum") from error
     if not right:

@@ -94,12 +94,8 @@ def _names(enorm: str, hnorm: str, norm: str, projection: str) -> dict[str, str]
 
 
 LAYOUTS = {
-    "appended": Layout(
-        "model.layers.{}.", "model.layers.{}.", _names("enorm", "hnorm", "shared_head.norm", "eh_proj")
-    ),
-    "separate": Layout(
-        "mtp.", "mtp.layers.0.", _names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
-    ),
+    "appended": Layout("model.layers.{}.", "model.layers.{}.", _names("enorm", "hnorm", "shared_head.norm", "eh_proj")),
+    "separate": Layout("mtp.", "mtp.layers.0.", _names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")),
     "mimo": Layout(
         "model.mtp_layers.0.", "model.mtp_layers.0.",
         _names("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj"),

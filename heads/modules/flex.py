@@ -64,8 +64,7 @@ def kernel() -> Callable[..., Tensor]:
     from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled = torch.compile(flex_attention, fullgraph=True)
-    return config.patch(recompile_limit=KERNELS)(compiled)
+    return config.patch(recompile_limit=KERNELS)(torch.compile(flex_attention, fullgraph=True))
 
 
 def block_mask(bounds: Int[Tensor, "4 B N"], length: int, steps: int) -> Any:

@@ -254,7 +254,6 @@ class TargetModel:
         document = to_device(document, self.device)
         if self.placed.group is None:
             return self.own_features(token, document, layers, spans)
-
         return run_in_turns(
             self.placed.group,
             lambda token, document, on_host: self.own_features(token, document, layers, spans_of(on_host)),
