@@ -89,8 +89,7 @@ def answers(runs: Runs, drafters: Sequence[str], prompts: Prompts, tokenizer: An
 def pieces(run: Generation, tokenizer: Any) -> Records:
     """Return a run's `text`, divided into pieces of whole characters.
 
-    With each is its last token's `source` ("prefill", "draft" or "bonus") and the number of the `step` that committed
-    it, 0 for the prefill.
+    With each is its last token's `source` ("prefill", "draft" or "bonus") and its `step`'s number, 0 for the prefill.
     """
     passes = [0] + [index for index, step in enumerate(run.steps, 1) for _ in range(step.committed)]
     stream, records = TextStream(tokenizer), []

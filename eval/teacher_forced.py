@@ -73,8 +73,7 @@ def rank_text(
     """Run a text that the target wrote through target and head once, ranking `depth` depths.
 
     `largest` are the trees to grow at every token, one of each kind with the greatest depth and budget, none for static
-    shapes; they grow as under `sampling` without noise. With `steps_alone` a single tree is grown, only where its steps
-    begin.
+    shapes; they grow as under `sampling` without noise. With `steps_alone` a single tree grows, where its steps begin.
     """
     depth = min(depth, head.max_depth)
     token, features, logits = unrolled(target, head, text, depth)

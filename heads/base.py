@@ -112,8 +112,7 @@ class DepthOutput(NamedTuple):
     """The output of `unroll` at one depth, for the rows B T, or some rows N: the inputs of `compute_logits`.
 
     `feature` is the head's prediction of the target's feature, `confidence` the logit of a draft's acceptance; None if
-    the head predicts none. `base_state` gives the logits before a correction by the tokens drafted so far; None if the
-    head corrects none.
+    the head predicts none. `base_state` gives the logits before a correction by the drafted tokens; None without one.
     """
 
     state: Float[Tensor, "*rows X"]
@@ -133,8 +132,7 @@ class NewRows(NamedTuple):
 class LevelNodes(NamedTuple):
     """The N new nodes of one depth of B trees; `mask` is true where a new node attends to one of the M drafted nodes.
 
-    The M nodes are in order of expansion, the new ones last. A node attends to its drafted ancestors and itself, and to
-    the root, which is a committed row.
+    The M nodes are in order of expansion, new ones last. A node attends to itself, its drafted ancestors and the root.
     """
 
     token: Nodes

@@ -156,8 +156,7 @@ class Batch:
         It first decodes a few tokens in a separate batch. If that or a prefill fails, this batch is unchanged.
 
         Raises:
-            ValueError: its tree is larger than the target's context, or it drafts for one sequence only; other errors
-                are the drafter's.
+            ValueError: its tree is larger than the target's context, or it drafts for one sequence only.
         """
         self.release()
         self.compact_slots()

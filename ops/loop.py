@@ -112,8 +112,7 @@ def maintain(run: RunConfig, service: LoopJob, overrides: Overrides, train: Trai
     """Run the stages, continuing a stopped run; return 1 if an adapted head was not better, otherwise 0.
 
     `run` is the training that adapts the head, in the maintenance's folder, by the user's `overrides`; `train` runs one
-    to its end. Refuse a missing log or head, another head than the folder's, and a log that cannot be trained
-    on.
+    to its end. Refuse a missing log or head, another head than the folder's, and a log without trainable records.
     """
     if run.plan is True:
         raise ValueError("plan=true plans a training, and the loop may swap a head: leave it out")

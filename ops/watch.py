@@ -212,8 +212,7 @@ def follow(config: WatchConfig) -> int:
 def windows(server: Metrics, config: WatchConfig) -> Iterator[SpecDecodingStats]:
     """Yield windows of a server's counters, each of `config.passes` passes or more, other clients' passes included.
 
-    A restart begins a new window. Refuse a server without counters or drafts, or away for more than `config.away`
-    seconds.
+    A restart begins a new window. Refuse a server without counters or drafts, or away for over `config.away` seconds.
     """
     before, last = server.counters(), time.monotonic()
     if before is None:

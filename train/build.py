@@ -95,8 +95,7 @@ def among_processes(run: Any, job: Callable[[Any, Accelerator, RunLock], None]) 
 def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     """Load target, head and data, create the output folder, and return the loop; refuse what does not fit together.
 
-    Three decisions need the loaded target: whether it verifies trees, the initial weights of `init=auto`, and the
-    micro-batch that runs on this device.
+    Three values need the loaded target: whether it verifies trees, the weights of `init=auto`, and the micro-batch.
     """
     if not accelerator.is_main_process:
         logging.disable(logging.WARNING)  # only the main process logs warnings

@@ -86,8 +86,7 @@ def write_shard(partial: Path, rank: int, world: int, tensors: NamedTensors) -> 
 def commit(partial: Path, final: Path, world: int, names: list[str], content: Json) -> None:
     """Commit the shards of all processes, whose notes are in `partial`, as the checkpoint `final` by one rename.
 
-    The rename replaces an earlier checkpoint of the same step. Tensors are read back in the order of `names`; `content`
-    is state.json.
+    It replaces an earlier one of the same step. Tensors are read in the order of `names`; `content` is state.json.
     """
     notes = [read_checked(note_of(partial, rank)) for rank in range(world)]
     tensors = {name: {"shard": note["shard"]} for note in notes for name in note["tensors"]}

@@ -210,8 +210,7 @@ class LossContext(NamedTuple):
     def teacher_probs(self, teacher: TeacherRows, *, reuse_memory: bool = False) -> TeacherProbs:
         """Return the target's distribution over the draft vocabulary, at the teacher rows.
 
-        Logits over the whole vocabulary are computed for TEACHER_ROWS rows at a time. With `reuse_memory` the probs
-        overwrite log-probs that no loss reads.
+        Logits are computed for TEACHER_ROWS rows at a time. With `reuse_memory` the probs overwrite unread log-probs.
         """
         embeddings, vocab, pieces = self.head.embeddings, self.head.vocab, []
         for piece in teacher.split(max(1, len(teacher) if vocab is None else TEACHER_ROWS)):
@@ -324,8 +323,7 @@ class _Chunked(torch.autograd.Function):
 class LossWeights(NamedTuple):
     """The loss weights of a batch: the trained rows at each depth, their weights, and the normaliser.
 
-    `normalizer` is the number of rows or of documents, by `ObjectiveConfig.normalize`; its sum over the global batch
-    divides the loss.
+    `normalizer` counts rows or documents, by `ObjectiveConfig.normalize`; its sum over the batch divides the loss.
     """
 
     trained: Trained

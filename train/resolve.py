@@ -67,8 +67,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
     """Return the run of a composed configuration, checked, with every value set except the micro-batch.
 
     The order is: the head, the device, the number of processes, placement and strategy, the dtype of the losslessness
-    check. With `plan=true` nothing is written, downloaded or requested. Any invalid value is a ValueError that names
-    key, value and remedy.
+    check. With `plan=true` nothing is written or downloaded. A ValueError names an invalid key, value and remedy.
     """
     run = on_machine(run_config(cfg))
     check_run(run)
@@ -365,8 +364,7 @@ def clear_out(out: Path, weights: str = "head") -> None:
 def evaluation(run: RunConfig) -> Json:
     """Return the values of conf/eval.yaml for the final evaluation of a run: its head and those of `compare`.
 
-    If a pass needs all processes, only the tier `live` is measured: the processes would measure different costs of
-    other trees.
+    If a pass needs all processes, only the tier `live` is measured: each would measure other costs of other trees.
     """
     model: Json = {"trust_remote_code": run.model.trust_remote_code}
     settings = asdict(run.eval)

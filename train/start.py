@@ -313,8 +313,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
 def final_gain(features: list[Features], device: torch.device) -> Float[Tensor, "D"]:
     """Return the target's final norm as one factor per dimension, by least squares over the first step.
 
-    First tokens of documents are excluded: in large targets their states may be hundreds of times as large as others
-    (massive activations, arXiv 2402.17762).
+    First tokens of documents are excluded: large targets have massive activations there (arXiv 2402.17762).
     """
     sums: Any = 0.0
     for _, hidden, last_hidden, document, _ in features:

@@ -1,7 +1,6 @@
 """One optimiser step on the global batch, the same on every process: micro-batches, gradient, update.
 
-A bad step does not change the weights, the optimiser or the EMA; its batch is saved, and `trainer.on_bad_step` decides
-whether the run continues.
+A bad step changes no weights, optimiser or EMA; its batch is saved, and `trainer.on_bad_step` may stop the run.
 """
 
 import math

@@ -270,8 +270,7 @@ class Endpoint:
         A job that stops, also on Ctrl-C, waits for the requests in flight and saves the chats that they complete.
 
         Raises:
-            ValueError: too many consecutive chats failed, the endpoint refuses every request, or a record is not a
-            chat.
+            ValueError: too many consecutive chats failed, the endpoint refuses all requests, or a record is no chat.
         """
         source, failures = iter(chats), 0
         stopped: ValueError | KeyboardInterrupt | None = None

@@ -380,8 +380,7 @@ def _start(generation_prompt: str, text: str, chat: str, question: str) -> int |
 def joined(turns: list[Turn]) -> list[Turn]:
     """Join the answers of chats that are prefixes of each other into one text with all their spans.
 
-    Some templates render earlier turns differently (Qwen3 drops their reasoning); then each answer is a text of its
-    own, as the target sees it.
+    Some templates render earlier turns differently (Qwen3 drops their reasoning): then each answer is its own text.
     """
     texts: list[Turn] = []
     for turn in reversed(turns):

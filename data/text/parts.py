@@ -248,15 +248,9 @@ def _messages(raw: Message) -> Iterator[Message]:
     reasons = {str(raw.get("status")), *finish_reasons(raw)} if role == "assistant" else set[str]()
     cut = "length" if {*CUT} & reasons else ""
     hidden = "hidden" in by_kind or "hidden" in details or isinstance(raw.get("reasoning"), dict)
-    call_id = next(iter(raw.get("tool_call_ids") or ()), "")  # SWE-agent's
-    added = {
-        "reasoning_content": thought,
-        "tool_calls": calls,
-        "finish_reason": cut,
-        HIDDEN: hidden,
-        "tool_call_id": call_id,
-    }
+    added = {"reasoning_content": thought, "tool_calls": calls, "finish_reason": cut, HIDDEN: hidden}
     result |= {key: value for key, value in added.items() if value}
+    result |= {"tool_call_id": raw["tool_call_ids"][0]} if raw.get("tool_call_ids") else {}  # SWE-agent's
     untrained = REFUSED & reasons or any(raw[key] in (0, "0") for key in raw.keys() & WEIGHTS)
     result |= {"weight": 0} if untrained or raw.get("is_demo") or CLIENT.search(result["content"]) else {}
     if "result" not in by_kind or {*by_kind} - {"result", "nothing"} or calls:

@@ -418,8 +418,7 @@ def write_samples(samples: Iterable[Sample], path: Path) -> None:
 def cached(folder: Path, fill: Callable[[Path], Json]) -> Json:
     """Return the report of a cache folder; one process fills it if it is missing or its files are cut.
 
-    `fill` writes SAMPLES and PROMPTS into a folder and returns the report; then the folder is renamed. A folder that
-    cannot be written is refused.
+    `fill` writes SAMPLES and PROMPTS into a folder, which is then renamed, and returns the report.
     """
 
     def known() -> Json | None:

@@ -49,8 +49,8 @@ CHATS = (
 TURNS = ("turns", "prompt")  # of them those whose texts are a user's turns
 SYSTEM = (
     *("system", "instructions", "systemInstruction", "system_instruction", "gen_ai.system_instructions"),
-    *("system_prompt", "config/systemInstruction", "config/system_instruction", "metadata/instructions"),
-    "model_parameters/instructions",
+    *("system_prompt", "metadata/instructions", "model_parameters/instructions"),
+    *("config/systemInstruction", "config/system_instruction"),
 )
 TOOLS = (
     *("tools", "toolConfig/tools", "gen_ai.tool.definitions", "functions", "config/tools"),
@@ -196,13 +196,10 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
         notes.append("with a second system prompt, which is left out")
     if "gen_ai.input.messages" in request and isinstance(reply, list):  # each choice is a chat
         reason = next(iter(parts.parsed(request.get("gen_ai.response.finish_reasons")) or ()), None)
-        thoughts = [choice["content"] for choice in reply if choice.get("role") == "thinking"]  # OpenLLMetry's
-        author = {"role": "assistant"}  # which google-genai's leave empty
-        spoken = (
-            {"reasoning": "".join(thoughts) or None, **choice, **({} if choice.get("role") else author)}
-            for choice in reply
-        )
-        reply = [{"message": one, "finish_reason": reason} for one in spoken if one.get("role") != "thinking"]
+        thought = "".join(one["content"] for one in reply if one.get("role") == "thinking") or None  # OpenLLMetry's
+        # google-genai's role is empty.
+        spoken = ({"reasoning": thought, **one, "role": one.get("role") or "assistant"} for one in reply)
+        reply = [{"message": one, "finish_reason": reason} for one in spoken if one["role"] != "thinking"]
     if reply is not None:
         replied = _answered(reply, notes, reasons_in(raw.get("metadata")))  # Langfuse's and Braintrust's
         messages = replied if any(message["role"] == "user" for message in replied) else messages + replied

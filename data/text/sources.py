@@ -81,8 +81,7 @@ class Files:
     def provenance(self) -> Json:
         """Return the number of files, their hash if the files are read to the end, and the settings of their answers.
 
-        The hash of several files is the hash of the list of their hashes. The settings come from a file's metadata
-        file.
+        The hash of several files is the hash of the list of their hashes. The settings come from the metadata files.
         """
         record: Json = {"name": self.name, "files": len(self.files)}
         if not self.streaming:
@@ -195,8 +194,7 @@ def open_source(name: str, split: str, streaming: bool = False, where: Where = M
 def check_source(name: str, split: str = "", least: int = 1) -> None:
     """Refuse a source that cannot be read, or with fewer than `least` records (1 or 2), without reading all of it.
 
-    The files must exist, be readable and of a known format; only of JSON Lines are records read. For a Hub data set,
-    only the connection to the Hub is checked.
+    Files must be readable and of a known format; JSON Lines are read. Of a Hub data set the connection is checked.
     """
     if not is_local(name):
         _check_hub_name(name)

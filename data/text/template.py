@@ -44,8 +44,7 @@ def render(
 ) -> str:
     """Return the chat as the template renders it, ready for the target's answer if `generation_prompt`.
 
-    `options` are more values for the template, such as `enable_thinking`. A chat that it cannot render is refused by a
-    RenderError.
+    `options` are more values for the template, such as `enable_thinking`. RenderError: it cannot render the chat.
     """
     text, _ = _rendered(messages, tokenizer, tools, {**options, "add_generation_prompt": generation_prompt})
     return text

@@ -314,8 +314,7 @@ def batches_joined(records: Iterable[Raw]) -> Yielded:
 def is_wanted(raw: Raw, where: Mapping[str, Any]) -> bool:
     """Return whether a record's fields have the values of `data.where`, whose keys are dotted paths.
 
-    A field must have one of the listed values and be within the bounds, such as `>=2026-11-01`; numbers compare as
-    numbers.
+    A field must have one of the values and be within the bounds, such as `>=2026-11-01`; numbers compare as numbers.
     """
     for path, bounds in where.items():
         value = raw[path] if path in raw else at(raw, path.replace(".", "/"))

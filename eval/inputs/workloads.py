@@ -222,8 +222,7 @@ def collect_prompts(
 ) -> Workload[P]:
     """Return a workload of the prompts that `read` returns for each record and the turns to take.
 
-    Warm-up prompts are the workload's next ones, or the last measured ones if there are none. Prompts of equal
-    `content` count as one.
+    Warm-up prompts are the next ones, or the last measured ones if there are none; those of equal `content` are one.
     """
     most = selection.prompts + selection.warmup
     readable_records = islice(read_prompts(locate(name)), SEARCHED if selection.balanced else most)

@@ -138,8 +138,7 @@ def checksum(content: object) -> str:
 def claim(path: Path, *, wait: bool) -> Iterator[bool]:
     """Hold a file's lock for a block, and yield whether it was acquired; with `wait` it always is. Links are refused.
 
-    The kernel releases it when the process exits or is killed. The empty file stays, since after a removal two
-    processes could hold the lock.
+    The kernel releases it when the process ends. The empty file stays: after a removal two processes could hold it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab") as file:

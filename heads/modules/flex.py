@@ -26,8 +26,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def takes(query: Tensor, value: Tensor) -> bool:
     """Return whether the kernel supports these tensors: on CUDA, if its blocks fit the device.
 
-    A dispatch mode, such as a FLOP counter, prevents compilation; flex_attention would then materialise all
-    scores.
+    A dispatch mode, as of a FLOP counter, prevents compilation; flex_attention would then materialise all scores.
     """
     if query.device.type != "cuda" or query.dtype not in DTYPES or _get_current_dispatch_mode() is not None:
         return False
@@ -71,8 +70,7 @@ def block_mask(bounds: Int[Tensor, "4 B N"], length: int, steps: int) -> Any:
     """Return flex_attention's block mask of queries that attend to two intervals of keys.
 
     The keys are `length` verified rows, indexed from 0, and the rows of `steps` drafted steps; the row drafted for
-    query n has the index -1 - n. `bounds` holds each query's first and last verified row, and first and last drafted
-    row, as indices.
+    query n has the index -1 - n. `bounds` holds the indices of each query's first and last verified and drafted row.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -14,8 +14,7 @@ EAGLE3_LAYERS, DFLASH_LAYERS = 3, 5  # number of feature layers of EAGLE-3 and D
 def default_layers(count: int, num_layers: int) -> list[int]:
     """Return a head's default feature layers, `count` layers spread over the target's depth.
 
-    For three of L layers these are EAGLE-3's: 1, L // 2 - 1 and L - 4. More are spaced evenly from 1 to L - 3 (DFlash,
-    arXiv 2602.06036).
+    Of L layers: EAGLE-3's three, 1, L // 2 - 1 and L - 4; more, evenly from 1 to L - 3 (DFlash, arXiv 2602.06036).
     """
     if count == EAGLE3_LAYERS:
         return [1, num_layers // 2 - 1, num_layers - 4]
@@ -26,8 +25,7 @@ def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> Layer
     """Return a head's feature layers: the `named` ones, or `count` default ones; refuse unknown and repeated layers.
 
     If the target is too shallow, the default layers are spaced from its first layer to the last but one, or to the last
-    if the target has only that: engines read a layer's output as the next layer's input, and the last has no next
-    layer.
+    if the target has only that: engines read a layer's output as the next layer's input, which the last lacks.
     """
     if named is None:
         layers = default_layers(count, num_layers)
@@ -46,8 +44,7 @@ def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> Layer
 class Fusion(nn.Module):
     """Fusion by a linear layer (fc) over the concatenated states.
 
-    `normed` norms each layer's states first (EAGLE-3.1), `joint` norms the concatenation (norm_before_fc of
-    speculators).
+    `normed` norms each layer's states first (EAGLE-3.1), `joint` the concatenation (speculators' norm_before_fc).
     """
 
     def __init__(self, width: int, layers: int, eps: float, *, normed: bool, joint: bool = False) -> None:

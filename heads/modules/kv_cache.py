@@ -149,8 +149,7 @@ def mask_blocks_after(
 ) -> tuple[Nodes, Int[Tensor, "B S"], Pattern]:
     """Return blocks of `size` positions: the anchors before them, None for every row, and the blocks' positions.
 
-    By the pattern a position attends to the last `length` rows (None: all) and to its block, if `causal` only up to
-    itself.
+    A position attends to the last `length` rows (None: all) and to its block, if `causal` only up to itself.
     """
     position = rows.positions(document)
     anchor = torch.arange(position.shape[1], device=position.device).expand_as(position) if anchors is None else anchors

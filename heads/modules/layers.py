@@ -208,8 +208,7 @@ class DecoderLayer(nn.Module):
 def compile_layers(head: nn.Module) -> bool:
     """Compile each decoder layer of a head, and return whether it has any.
 
-    One compiled layer serves all depths. Attention differs between depths and is a separate kernel, so it stays outside
-    of the compiled parts.
+    One compiled layer serves all depths. Attention, which differs between them, stays outside of the compiled parts.
     """
     pairs = [(layer, child) for layer in head.modules() for child in layer.children() if isinstance(child, Attention)]
     for layer, attention in pairs:

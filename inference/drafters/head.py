@@ -89,8 +89,7 @@ class HeadBatch(DraftBatch):
     def needs_prefill(self, running: int) -> bool:
         """Return whether a step of `running` sequences is the first one with a draft after steps without.
 
-        All sequences are then prefilled again, so one request that joins and leaves must not cause it: drafts pause
-        until a fifth of the sequences has left.
+        All sequences are then prefilled again, so one request must not cause it: drafts pause until a fifth has left.
         """
         pauses = self.schedule.at(running + self.paused * (running // 4)) is None
         needs_prefill, self.paused = self.paused and not pauses, pauses

@@ -78,8 +78,7 @@ class BatchLayer(DynamicLayer):
 class BatchPass(NamedTuple):
     """One pass over the first sequences of a batch: all buffers, the entries to write, and the end of attention.
 
-    With `fixed_shapes` the pass is captured in a graph. With `slot` its T tokens are in one row, each with the
-    slot of its sequence (`attention.Ragged`).
+    With `fixed_shapes` it is captured in a graph. With `slot` its T tokens are one row, each with its sequence's slot.
     """
 
     keys: list[Tensor]
@@ -155,8 +154,7 @@ class Storage:
     ) -> tuple[BatchPass, Bool[Tensor, "B N S"], Int[Tensor, "B S"]]:
         """Return a pass over trees whose entries follow each sequence's first `length` ones.
 
-        Also return the mask of the first S = `end` entries for each node, false after its tree, and the entries'
-        positions.
+        Also return each node's mask of the first S = `end` entries, false after its tree, and the entries' positions.
         """
         size, begin = depth.shape[1], length[:, None]
         column = torch.arange(end, device=length.device) - begin  # relative to the root

@@ -324,8 +324,7 @@ def merge_adapter(
 def adapter_fingerprint(base: str, folder: Path) -> str:
     """Hash the base model's fingerprint, a few values of each of the adapter's tensors, and their scales.
 
-    The merged weights are not hashed, because in bf16 and in fp32 they differ in their last bits. Refuse a tensor that
-    cannot be merged.
+    Merged weights are not hashed, since they differ in bf16 and fp32. Refuse a tensor that cannot be merged.
     """
     config = parse_json((folder / ADAPTER_CONFIG).read_bytes())
     few = {}

@@ -279,8 +279,7 @@ class TargetModel:
     def _unpacked(self, token: Tensor, document: Tensor, layers: Layers, spans: Spans) -> Features:
         """Return the features of documents that run unpacked, since recurrent states would cross documents.
 
-        Padding is after a document, where its tokens do not see it. No pass has more tokens than the packed sequences,
-        or than the longest document.
+        Padding follows a document, unseen. No pass has more tokens than the packed sequences or the longest document.
         """
         whole: list[Tensor] = []  # the outputs in the packed rows
         groups: list[Spans] = []

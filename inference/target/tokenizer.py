@@ -115,8 +115,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, token: list[int]) -> str:
 class TextStream:
     """Decodes one token at a time and never shows part of a character.
 
-    A token is decoded together with those before it, because its text depends on them; only the tokens since the last
-    but one piece of text are decoded again.
+    A token's text depends on those before it: the tokens since the last but one piece of text are decoded again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -75,8 +75,7 @@ def distribution(logits: Distributions, sampling: Sampling) -> Distributions:
 def penalize(logits: Distributions, seen_tokens: Bool[Tensor, "*n V"], sampling: Sampling) -> Distributions:
     """Return the logits with those of `seen_tokens` pulled down, in fp32; fp64 stays (arXiv 1909.05858).
 
-    As in transformers a positive logit is divided by the penalty and a negative one multiplied, once for any number of
-    occurrences in the prompt and the answer.
+    As in transformers a positive logit is divided by the penalty, a negative one multiplied, once whatever the count.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     penalty = sampling.repetition_penalty

@@ -287,8 +287,7 @@ def compare_answers(
 ) -> Finding:
     """Return the finding on the audited server's answers.
 
-    `fault` is the fault that a failure of this check suggests; `before` maps question ids to the questions asked
-    before.
+    `fault` is the fault that a failure of this check suggests; `before` maps question ids to earlier questions.
     """
     differences, count, error = list[Difference](), 0, "no such questions"
     for question, reply in [*answers]:  # all questions are asked before any comparison

@@ -54,8 +54,7 @@ def on_node() -> int:
 def among_tasks() -> bool:
     """Return whether this is one of several tasks of a step of srun.
 
-    The script of a job is not a task, though SLURM_PROCID is set; the shell of an allocation is a step with one task,
-    though SLURM_NTASKS counts all.
+    A job's script is no task, though SLURM_PROCID is set; an allocation's shell is one, though SLURM_NTASKS counts all.
     """
     in_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
     return _tasks() > 1 and "SLURM_PROCID" in os.environ and not in_script
@@ -66,8 +65,7 @@ def apply_launch_environment(launcher: Any, accelerators: int) -> None:
 
     A task of srun becomes a process. It becomes its node's launcher if it is the node's only task and the node has
     several processes, by default one for each of the `accelerators`. For nodes that a user starts one by one, NODE_RANK
-    is the node's rank and MASTER_ADDR the address of the first. Refuse a first task without an address among several
-    nodes.
+    is the node's rank and MASTER_ADDR the address of the first. Refuse several nodes without that address.
     """
     variable = os.environ.get
     if among_tasks() and (not launched() or PARENT in os.environ):
@@ -280,8 +278,7 @@ def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides:
 class Task:
     """A process of a SLURM job: it runs this command again, with its rank in the environment.
 
-    `GRACE` seconds before the time limit SLURM signals the job: the run writes a checkpoint, and submitit queues the
-    job again to resume from it.
+    `GRACE` seconds before its limit SLURM signals the job: it writes a checkpoint, and submitit queues it again.
     """
 
     script: str

@@ -60,8 +60,7 @@ def release_freed() -> None:
     """Return the free memory between live blocks to the system (malloc_trim).
 
     A freed tensor's block is too small for the next tensor of its size, which is aligned within a larger block, so
-    every step leaves holes. Without the release a process takes half as much memory again after about fifty steps, then
-    more.
+    every step leaves holes. Without the release a process takes half as much memory again after about fifty steps.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
@@ -70,8 +69,7 @@ def release_freed() -> None:
 def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: ModelConfig) -> Accelerator:
     """Return the Accelerator of `trainer.precision`, "auto" being bf16 where the device is fast in it.
 
-    Refuse another number of processes than the launcher's, one too small for the strategy, and accelerate's own
-    strategy.
+    Refuse another number of processes than the launcher's, too few for the strategy, and accelerate's own strategy.
     """
     check_machine(launcher, model)
     device = use_device(model.device)

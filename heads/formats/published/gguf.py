@@ -136,8 +136,7 @@ def _settings(kind: str, config: Json, tensors: NamedTensors) -> Json:
 def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> Json:
     """Return the tokenizer's fields of a target's GGUF file by key, for `size` tokens with padding.
 
-    Refuse what is no GGUF, of an architecture that llama.cpp does not know, or of another tokenizer than one with these
-    `ids` of tokens.
+    Refuse what is no GGUF, of an architecture that llama.cpp does not know, or of a tokenizer without these `ids`.
     """
     library = _library()
     try:

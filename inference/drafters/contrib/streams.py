@@ -88,8 +88,7 @@ class Streams(nn.Module):
     ) -> tuple[Int[Tensor, "B R"], Int[Tensor, "B R"], Bool[Tensor, "B R M"], Forward]:
         """Return the streams of the rows `anchor` of N: their rows, offsets, masks, and the decoder stack to run.
 
-        A stream attends to the keys of its row, and to its row's streams up to itself. The last R rows of the stack are
-        the streams.
+        A stream attends to its row's keys and to its row's streams up to itself. The stack's last R rows are streams.
         """
         source = anchor.repeat_interleave(self.config.streams, 1)
         count = source.shape[1]
