@@ -125,7 +125,8 @@ def target(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Target
 @contextlib.contextmanager
 def in_double() -> Iterator[None]:
     """Let transformers compute in fp64 what it computes in fp32 at any dtype: states, norms, routers, softmaxes."""
-    with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(Tensor, "float", Tensor.double):
+    doubles = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
+    with doubles, mock.patch.object(Tensor, "float", Tensor.double):
         yield
 
 
