@@ -11,7 +11,7 @@ import torch
 
 CHECKED = jaxtyping.jaxtyped
 PACKAGES = ["heads", "inference", "data", "eval", "train", "ops"]
-FIRST, EVERY = 4, 64  # a test's calls of a function that are checked: the first 4, then every 64th
+FIRST, EVERY = 16, 16  # a test's calls of a function that are checked: the first 16, then every 16th
 calls: Counter[Any] = Counter()  # in this test, of each function
 
 

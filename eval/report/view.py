@@ -186,7 +186,7 @@ def speedup_breakdown(row: Record, baseline: Record | None) -> Json | None:
     Returns:
         `rungs`: τ, then the speedup that remains after each cost; the last is the measured one. `oracle`: the speedup
         if the same tokens were accepted from free drafts, in passes as cheap as baseline steps. `less`: the speedup if
-        each cost beyond the baseline's, or the share rejected at every depth, were a tenth smaller. `most`: its key.
+        each cost beyond the baseline's, or the share rejected at every depth, were a tenth less. `most`: the best key.
     """
     if row.get("request_rate") is not None or not row["seconds"]["verify"] or row["speedup"] is None:
         return None

@@ -99,7 +99,7 @@ def use_device(name: str | None) -> torch.device:
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16 on devices that multiply it natively, as a GPU that is not here is taken to, else fp32."""
+    """Return bf16 on devices that multiply it natively, else fp32; a GPU that is not here, as in a plan, does."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     if device.type != "cpu":

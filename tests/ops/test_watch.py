@@ -158,8 +158,10 @@ def test_a_file_that_grows_is_rotated_and_cut_is_read_whole(tmp_path: Path) -> N
     path.write_bytes(b"6\n")
     until(6)
     assert seen[3:] == [b"4", b"5", b"6"]
-    path.write_bytes(b"6\nend\n")
-    thread.join()
+    with path.open("ab") as file:
+        file.write(b"end\n")
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_a_log_that_cannot_be_read_is_refused_and_a_mark_of_the_byte_order_is_not(tmp_path: Path) -> None:
