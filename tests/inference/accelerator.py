@@ -1,19 +1,15 @@
 """A dummy accelerator: tensors without values on a device of their own, which tell where a host would wait for them.
 
-Started as a script, it runs the device step of a head and prints, as JSON, how many operations each part takes. Every
-read of a value, every copy between host and device and every mix of devices raises, naming the line. Registering a
-device is for good, so it has a process of its own.
+`main` runs the device step of heads and prints, as JSON, how many operations each part takes. Every read of a value,
+every copy between host and device and every mix of devices raises, naming the line. Registering a device is for good,
+so it has a process of its own.
 """
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from torch import Tensor, nn
@@ -179,11 +175,11 @@ def refused() -> list[str]:
     return said
 
 
-def main() -> None:
-    """Print what is refused, then the counts of every case in the arguments: head:tree:size:sampling:architecture."""
+def main(cases: list[str]) -> None:
+    """Print what is refused, then the counts of every case: head:tree:size:sampling:architecture."""
     _setup_privateuseone_for_python_backend(NAME)
     print(json.dumps({"refused": refused()}))
-    for case in sys.argv[1:]:
+    for case in cases:
         head, tree, size, sampling, architecture = case.split(":")
         made = real(head, tree, architecture)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -192,7 +188,3 @@ def main() -> None:
             except Exception as error:
                 found = f"{type(error).__name__}: {error}"
         print(json.dumps({case: found}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,12 @@
-"""The device step in graphs: its stages compiled, or captured once and run on other sequences. A script of its own.
+"""The device step in graphs: its stages compiled, or captured once and run on other sequences.
 
-The tests' shape checks, which dynamo cannot trace, are not installed here. It prints, as JSON, a case's facts.
+Dynamo cannot trace the tests' shape checks, so `main`, which prints a case's facts as JSON, has a process of its own.
 """
 
 import json
-import sys
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from torch import Tensor
@@ -199,9 +195,9 @@ def by_turns() -> dict[str, bool]:
     return {"same": all(same) and counts[0] == counts[1], "differing": counts[0][0] != counts[0][1]}
 
 
-def main() -> None:
-    """Print the facts of every case in the arguments: head:tree:sampling:way."""
-    for case in sys.argv[1:]:
+def main(cases: list[str]) -> None:
+    """Print the facts of every case: head:tree:sampling:way."""
+    for case in cases:
         if case in (alone := {"side by side": side_by_side, "by turns": by_turns}):
             torch._dynamo.reset()
             print(json.dumps({case: alone[case]()}), flush=True)
@@ -224,7 +220,3 @@ def main() -> None:
         if isinstance(graphed.device_step.graphs, Recorded):
             assert graphed.device_step.graphs.replays > REQUESTS, "hardly a stage was replayed"
         print(json.dumps({case: {"same": found == expected, "graphs": count}}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

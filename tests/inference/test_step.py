@@ -2,10 +2,9 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests import toys
 from tests.inference import accelerator, step_graph
 from tests.inference.step_graph import decoded
 from tests.oracle import reference
+from tests.train import driver
 from train.loop import AcceptanceEvaluator
 
 DOUBLE = torch.float64
@@ -207,16 +207,19 @@ def test_laps_on_a_device_are_read_once_it_has_passed_them(monkeypatch: pytest.M
     assert timer.seconds() == {"draft": 2.0, "verify": 1.0}
 
 
+def outcomes(folder: Path, main: Callable[[list[str]], None], cases: list[str]) -> dict[str, Any]:
+    """Return what a process of its own prints of cases, as JSON."""
+    lines = driver.spawn(folder, 1, main, cases)[0].finish().splitlines()
+    return {case: each for line in lines if line.startswith("{") for case, each in json.loads(line).items()}
+
+
 @pytest.fixture(scope="module")
-def counts() -> dict[str, Any]:
+def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the operations of each case on a device that refuses reads and copies, and what it refused."""
     cases = [f"{head}:{tree}:2:greedy:llama" for head, tree in zip(STEPPED, GREEDY_TREES * 2, strict=False)]
     pairs = ("eagle:static:{}:sampled:mistral", "eagle3:sampled:{}:recursive:llama")
     cases += ["eagle:dynamic:2:coupled:mixtral", *(pair.format(size) for pair in pairs for size in (1, 32))]
-    run = subprocess.run([sys.executable, accelerator.__file__, *cases], capture_output=True, text=True, check=True)
-    found: dict[str, Any] = {}
-    for line in run.stdout.splitlines():
-        found |= json.loads(line)
+    found = outcomes(tmp_path_factory.mktemp("job"), accelerator.main, cases)
     assert list(found) == ["refused", *cases]
     return found
 
@@ -260,7 +263,7 @@ def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
         ),
     ],
 )  # fmt: skip
-def test_graphs_of_a_steps_stages_serve_all_that_come_and_go(cases: list[str]) -> None:
+def test_graphs_of_a_steps_stages_serve_all_that_come_and_go(tmp_path: Path, cases: list[str]) -> None:
     """Captured once, a number that is baked in is wrong in other texts.
 
     The stages of the head compiled alone are two graphs, its draft and its new rows; in static shapes they come with
@@ -268,8 +271,7 @@ def test_graphs_of_a_steps_stages_serve_all_that_come_and_go(cases: list[str]) -
     side: another's graph would draft worse and change no text. Heads that share the target's lm_head draft by turns:
     the rows of one's vocabulary are kept for the last that asked, another's are neither read nor an error.
     """
-    run = subprocess.run([sys.executable, step_graph.__file__, *cases], capture_output=True, text=True, check=True)
-    found = {case: facts for line in run.stdout.splitlines() for case, facts in json.loads(line).items()}
+    found = outcomes(tmp_path, step_graph.main, cases)
     counts = {"drafts": 2, "layers": 5}
     stages = {"drafts": 2, "layers": 2}  # of a head
     expected: dict[str, dict[str, Any]] = {}
@@ -279,7 +281,7 @@ def test_graphs_of_a_steps_stages_serve_all_that_come_and_go(cases: list[str]) -
         expected[case] = {"same": True, "graphs": count}
     alone = {"side by side": {"same": True, "differing": True, "guarded rarely": True}}
     alone["by turns"] = {"same": True, "differing": True}
-    assert found == expected | {case: facts for case, facts in alone.items() if case in cases}, run.stderr[-2000:]
+    assert found == expected | {case: each for case, each in alone.items() if case in cases}
 
 
 def test_a_form_is_met_anew_where_its_buffers_moved() -> None:
