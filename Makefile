@@ -88,7 +88,7 @@ test-slow: setup ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile -m "slow and not gpu and not serving"
 
 test-serving: setup $(SERVED) $(LLAMA) $(INTEL)/.installed ## heads of ours in the engines that serve them, on the CPU; an environment of its own
-	$(RUN) -m pytest -m "serving and not slow" tests/serving
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(RUN) -m pytest -n 2 --dist loadfile -m "serving and not slow" tests/serving
 
 fuzz: setup ## readers of files from outside, fed 100,000 broken ones
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist load -m "slow and not gpu" tests/test_fuzz.py

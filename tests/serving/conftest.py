@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from heads.common.resolvers import ROOT
 
@@ -32,13 +33,16 @@ def command(script: str, *words: str, **environment: str) -> str:
 @pytest.fixture(scope="session")
 def run_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return the run of a kind of head on the embedded target with further words, trained for a minute."""
-    root = tmp_path_factory.mktemp("runs")
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs"  # of all workers
+    root.mkdir(exist_ok=True)
 
     def trained(kind: str, *words: str) -> Path:
         run = root / "-".join((kind, *words)).replace("=", "-")
-        if not run.exists():
-            short = [f"trainer.steps={STEPS}", f"trainer.eval_every={STEPS}", "trainer.eval_prompts=2"]
-            command("train/run.py", f"head={kind}", *short, "eval.prompts=0", f"out={run}", *words)
+        with FileLock(f"{run}.lock"):
+            if not run.exists():
+                short = [f"trainer.steps={STEPS}", f"trainer.eval_every={STEPS}", "trainer.eval_prompts=2"]
+                command("train/run.py", f"head={kind}", *short, "eval.prompts=0", f"out={run}", *words)
         return run
 
     return trained
