@@ -177,9 +177,12 @@ class DeviceStep:
         """
         self.load_slots(requests)
         tokens: Tokens = []
+        for request in requests:
+            request.cache.snapshot()  # of recurrent states, which the pass of a lone root does not copy
         for group in self.groups(requests):
             drafted, result, *_ = self.run(requests, group, commits=False)
-            tokens += [row[2] for row in result.tolist()[: len(group)]]
+            rows = result.tolist()
+            tokens += [rows[slot][2] for slot in group]
             for slot in group:
                 requests[slot].cache.keep(len(requests[slot].token_ids) - 1, [])
         self.current = []

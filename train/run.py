@@ -16,7 +16,6 @@ if __name__ == "__main__":
     gc.disable()  # a fifth of the start would go into looking for garbage that imports do not make
 
 from accelerate import Accelerator
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
@@ -32,8 +31,6 @@ from train.loop import COST
 from train.plan import plan
 from train.resolve import accelerator_count, evaluation, resolve, table
 from train.trackers import conclude
-
-BEST = "best"  # a file of conf/head/
 
 
 @command("train")
@@ -54,9 +51,6 @@ def main(cfg: DictConfig) -> float | None:
                 print(per_node, end="")
             return None
         if launch.needs_processes(run.launcher):
-            if HydraConfig.get().runtime.choices.get("head") == BEST:  # so that processes do not choose it again
-                others = [override for override in overrides if override != f"head={BEST}"]
-                overrides = [*others, f"head={run.head.name}"]
             if status := launch.start(run.launcher, os.path.abspath(__file__), overrides):
                 raise SystemExit(status)
             if run.eval.prompts and not queued:

@@ -27,10 +27,10 @@ def gguf_file(path: str) -> Path | None:
     file = files[0] if files else None
     if file is None or file.suffix != SUFFIX or any(given.glob("*.safetensors")):
         return None
-    if len(files) > 1:
-        raise ValueError(f"holds {len(files)} GGUF files: give one as model.path, such as {file}")
     if "-of-0" in file.stem:
         raise ValueError(f"{file.name} is a part of a split GGUF: join them by llama-gguf-split --merge")
+    if len(files) > 1:
+        raise ValueError(f"holds {len(files)} GGUF files: give one as model.path, such as {file}")
     return file
 
 

@@ -43,7 +43,7 @@ def read_adapter(folder: Path) -> Adapter:
     config = parsed_file(path, REMEDY)
     config = config if isinstance(config, dict) else {}
     base, rank, alpha = (config.get(key, 0) for key in ("base_model_name_or_path", "r", "lora_alpha"))
-    sized = all(type(size) is int and 0 < abs(size) <= LARGEST for size in (rank, alpha or 1))
+    sized = all(type(size) is int and 0 < size <= LARGEST for size in (rank, alpha or 1))
     if config.get("peft_type") != "LORA" or not isinstance(base, str) or not sized:
         raise ValueError(f"{path}: not a head's adapter, which has peft_type LORA, whole r and lora_alpha, and a base")
     if odd := next((key for key in FURTHER if config.get(key)), None):
@@ -52,8 +52,8 @@ def read_adapter(folder: Path) -> Adapter:
     tensors = read_weights(path)
     for name in [name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)]:
         down, up = tensors.pop(name + DOWN).float(), tensors.pop(name + UP, torch.empty(0)).float()
-        if down.ndim != 2 or up.ndim != 2 or up.shape[1] != down.shape[0]:
-            raise ValueError(f"{path}: {shown(name)} has not two factors of one rank; {REMEDY}")
+        if down.ndim != 2 or up.ndim != 2 or not up.shape[1] == down.shape[0] == rank:
+            raise ValueError(f"{path}: {shown(name)} has not two factors of rank {rank}; {REMEDY}")
         factors[f"{name.removeprefix(PREFIX)}weight"] = up, down
     if tensors:
         raise ValueError(f"{path}: {shown(next(iter(tensors)))} is no factor of a weight; {REMEDY}")

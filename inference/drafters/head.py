@@ -89,9 +89,10 @@ class HeadBatch(DraftBatch):
     def needs_prefill(self, running: int) -> bool:
         """Return whether a step of `running` sequences is the first one with a draft after steps without.
 
-        All sequences are then prefilled again, so one request must not cause it: drafts pause until a fifth has left.
+        All sequences are then prefilled again, so one request must not cause it: after a pause a quarter more sequences
+        must have drafts too.
         """
-        pauses = self.schedule.at(running + self.paused * (running // 4)) is None
+        pauses = None in map(self.schedule.at, (running, running + self.paused * (running // 4)))
         needs_prefill, self.paused = self.paused and not pauses, pauses
         return needs_prefill
 

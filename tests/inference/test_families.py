@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from inference.batch import batch_of
 from inference.decode import RequestParams, speculate
 from inference.drafters.plain import Baseline
 from inference.verification.sample import GREEDY
@@ -50,6 +51,10 @@ def test_a_family_decodes_what_transformers_generates(name: str) -> None:
         speculate(target, Oracle(texts[0], 3), prompts[0], settings)
     with pytest.raises(ValueError, match=rf"{name}: .*state of one path .*batch_size=1"):
         speculate(target, Baseline(target.device), prompts, settings, batch_size=2)
+    batch = batch_of(target, Baseline(target.device), 1)
+    batch.admit(0, prompts[0], settings)
+    for _ in range(2):  # a dry run commits nothing
+        assert batch.device_step.dry_run(batch.running)[0] == texts[0][1:2]
 
 
 @pytest.mark.parametrize("name", quick(SERVED))

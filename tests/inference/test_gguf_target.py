@@ -134,7 +134,7 @@ def test_a_file_is_planned_in_16_bits_and_nothing_is_written(tmp_path: Path, mod
     ("names", "told"),
     [
         (["a.gguf", "b.gguf"], r"holds 2 GGUF files: give one as model.path, such as .*a\.gguf"),
-        (["a-00001-of-00002.gguf"], r"is a part of a split GGUF: join them by llama-gguf-split --merge"),
+        (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"], r"is a part of a split GGUF: join them by llama-gguf-"),
     ],
 )
 def test_a_folder_that_leaves_the_file_open_is_one_line(names: list[str], told: str, tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ def test_a_request_that_comes_and_goes_at_the_border_starts_no_text_again() -> N
     drafts = source.batch(12)
     resumed = [drafts.needs_prefill(running) for running in (8, 9, 8, 9, 8, 7, 8, 9, 6)]
     assert resumed == [False, False, False, False, False, True, False, False, True]
+    drafts = HeadDrafter(source.head, CHAIN, "", Schedule([*source.schedule.lines, ScheduleLine(16, CHAIN)])).batch(20)
+    assert [drafts.needs_prefill(running) for running in (13, 13, 16)] == [False, False, True]
 
 
 def test_a_head_that_never_drafts_decodes_as_the_baseline_does() -> None:

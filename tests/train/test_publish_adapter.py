@@ -161,6 +161,8 @@ def test_what_is_no_adapter_is_not_published(run: Path, hub: Hub, target: Embedd
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"r": 0}, "not a head's adapter"),
+    ({"r": -4}, "not a head's adapter"),
+    ({"r": 8}, "has not two factors of rank 8"),
     ({"use_dora": True}, "use_dora is True"),
     ({"lora_alpha": -(1 << 21)}, "not a head's adapter"),
     ({"rank_pattern": {"(a+)+b": 8}}, "rank_pattern"),
@@ -168,7 +170,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"base_model_name_or_path": REPO}, "an adapter itself"),
 ]
 DAMAGE: list[tuple[str, Any, str]] = [
-    (lora.UP, lambda up: up[:, :2], "two factors of one rank"),
+    (lora.UP, lambda up: up[:, :2], "two factors of rank 4"),
     (lora.DOWN, lambda down: down[:, 1:], "has not in that shape"),
     (lora.DOWN, lambda down: down / 0, "not finite"),
     (lora.UP, None, "is no factor"),
