@@ -190,7 +190,7 @@ def with_gate_result(
     measurement, gate = subset.measurement, gates.get(drafter_label(row.drafter, row.batch_size), UNCHECKED)
     shown = gate if measurement.temperature == 0 else measurement.coupled.get(row.drafter, UNCHECKED)
     row = replace(row, lossless=shown.among([measurement.start + index for index in subset.indices]).counts())
-    # at batch size 1 the baseline is the reference of the check
+    # a baseline without a check of its own (endpoint, tune) is trusted
     trusted = gate.passed or (row.drafter == results.BASELINE and not gate.checked)
     if not trusted or row.drafter in measurement.not_lossless or results.BASELINE not in requests:
         return row

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from eval.inputs.workloads import load_workload
 from heads.common.command import command
 from heads.common.progress import progress
-from heads.common.typed import typed
+from heads.common.typed import Count, NewTokens, typed
 from inference.decode import RequestParams, autoregress
 from inference.drafters.contrib.layer_skip import FORMAT, SearchSettings, SkipFile, recorded, save_skips, search
 from inference.target.config import ModelConfig
@@ -32,8 +32,8 @@ class JobConfig:
     model: ModelConfig
     out: str | None
     workload: str | None
-    prompts: int
-    max_new_tokens: int
+    prompts: Count
+    max_new_tokens: NewTokens
     search: SearchSettings
 
 

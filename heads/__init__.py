@@ -46,7 +46,7 @@ HEADS = {
 BEST, AUTO = "best", "auto"
 # The head that `head=best` chooses for each engine of `engine=`, with the options that the engine needs.
 SERVED: Json = {"name": "eagle3"}
-WITHOUT_NORMS = {**SERVED, "feature_norm": False, "norm_output": False}  # they do not support EAGLE-3.1's norms
+WITHOUT_NORMS = {**SERVED, "feature_norm": False, "norm_output": False}  # these engines load no EAGLE-3.1 norms
 ENGINES = {
     "vllm": SERVED, "sglang": SERVED, "trtllm": SERVED, "llamacpp": WITHOUT_NORMS, "openvino": WITHOUT_NORMS,
     "transformers": {"name": "mlp"},

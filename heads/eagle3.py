@@ -83,7 +83,7 @@ class Eagle3(AutoregressiveHead):
         super().__init__(config, embeddings)
         spec = LayerSpec.of(config, embeddings)
         self.num_attention_layers, self.injected = config.layers, spec.injects
-        self.feeds_normed: bool = getattr(config, "norm_output", False)  # back into itself, as not every head does
+        self.feeds_normed: bool = getattr(config, "norm_output", False)  # the next depth reads the normed state
         width, eps = spec.width, spec.eps
         self.feature_layers = chosen_layers(config.feature_layers, EAGLE3_LAYERS, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm, joint=config.joint_norm)

@@ -153,7 +153,7 @@ class DraftTraits(NamedTuple):
     Attributes:
         on_device: whether drafts are a function of tensors, which can be captured or compiled.
         reads_logits: whether `update` reads the target's logits.
-        single: whether it drafts for one sequence at a time: a batch then has one slot.
+        single: whether it supports only one sequence: a batch then has one slot.
         max_nodes: the most nodes of a tree, the root included; drafters on the host state it in each step's plan.
         head_batch: the batch of a head, which reads verified rows (`HeadBatch`); None if it reads no features.
     """

@@ -74,7 +74,7 @@ def answer(
 
 
 def converse(target: Target, drafter: Drafter, lines: Iterable[str], params: RequestParams, console: Console) -> None:
-    """Answer line after line, each in view of all before it; empty lines are skipped, a person is shown a sign."""
+    """Answer each line with the whole conversation as context; empty lines are skipped, a person is shown a sign."""
     messages: list[dict[str, str]] = []
     sign = "> " if sys.stdin.isatty() and lines is sys.stdin else ""
     console.out(sign, end="")

@@ -104,7 +104,7 @@ class Budget:
     timed: bool
 
     def __str__(self) -> str:
-        """Return the budget as given."""
+        """Return the budget in h, min or s, or in operations, to three digits."""
         if not self.timed:
             return f"{self.amount:.3g} operations"
         unit = next((name for name in ("h", "min") if self.amount >= UNITS[name]), "s")

@@ -219,7 +219,10 @@ def windows(server: Metrics, config: WatchConfig) -> Iterator[SpecDecodingStats]
         raise ValueError(f"{server.url}/metrics has no counters of {', '.join(ENGINES)}: turn its metrics on")
     while True:
         time.sleep(config.poll)
-        after = server.counters() if time.monotonic() - last > config.away else server.reading()
+        away = time.monotonic() - last > config.away
+        after = server.counters() if away else server.reading()
+        if after is None and away:
+            raise ValueError(f"{server.url}/metrics has been an error for more than {config.away:g} s")
         if after is None:
             continue
         last = time.monotonic()

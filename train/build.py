@@ -144,7 +144,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         elif isinstance(source, StoredFeatures):
             origin["features"] = {"path": str(source.store.folder), **asdict(source.store.spec)}
         prepare_out(run, values, lock, settings, data, origin)
-        started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
+        started = f"head={run.head.name} starts from {init}; " if init else ""
         print_line(f"{run.name}: {started}{sizes(head, data, packed)}")
         if (mismatch := export.engine_mismatch(head.config, target.embeddings.extra_ops())) is not None:
             print_line(mismatch)

@@ -392,7 +392,7 @@ def refuse_changed(out: Path, then: Json, now: Json) -> None:
     """Refuse settings that differ from those at the run's start; list both values of each."""
     if changed := differences(then, now):
         raise ValueError(
-            f"{out}: resume=true continues with the settings that the run began with, and here differ {changed}; "
+            f"{out}: resume=true needs the settings that the run began with; changed are {changed}; "
             "give the old ones, or name=… for a new run"
         )
 

@@ -249,7 +249,7 @@ def checked(run: RunConfig) -> RunConfig:
     placed = run.model.placed
     objective = run.objective
     predicts = getattr(run.head, "confidence", False)
-    if run.plan not in (True, False, IGNORE):
+    if run.plan != IGNORE and not isinstance(run.plan, bool):
         raise ValueError(f"plan is {shown(run.plan)}: give true, false, or {IGNORE} to start a run that does not fit")
     if run.trainer.optimizer == "muon" and run.launcher.strategy.startswith("zero"):
         raise ValueError(

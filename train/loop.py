@@ -158,7 +158,7 @@ class Loop:
         now = self.fingerprint["arithmetic"]
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := differences(then, now):
-            self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
+            self.control.warn(f"resumed with other numerics, so not bit-identical to an unbroken run: {changed}")
         then = state.get("conditions", {})  # the best τ is dropped if it was measured under other settings
         over = self.exhausted() or self.progress["measured"] >= self.trainer.steps
         if self.evaluator is None or over:

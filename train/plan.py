@@ -298,7 +298,7 @@ def plan(run: RunConfig) -> Plan:
     given, world = run.trainer.micro_tokens, run.launcher.world
     if given is not None:
         return _plan(run, min(-(-run.sequences_per_step // world), given // run.data.length))
-    # The most sequences that fit MAX_UTILISATION of the device, a power of two; where one fills it, those of a process.
+    # The largest power of two that fits MAX_UTILISATION of the device, or the peak of one sequence if that is higher.
     micro_batch_size, least = 1 << max(0, (run.sequences_per_step // world).bit_length() - 1), _plan(run, 1)
     limit = max(least.memory.peak, MAX_UTILISATION * (least.memory.capacity or 0))
     while (planned := _plan(run, micro_batch_size)).memory.peak > limit:

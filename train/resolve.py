@@ -1,4 +1,4 @@
-"""`resolve`: the run of a composed configuration, checked before anything is loaded, every open value filled in once.
+"""`resolve`: check a composed configuration before anything is loaded, and fill in every null and `auto` once.
 
 Given values stay. Placement and strategy are the fastest whose plan takes at most MAX_UTILISATION of every device, and
 of the host's memory if known. The micro-batch stays open: its size is the plan's, and a trial on the device can reduce
@@ -43,7 +43,7 @@ from heads.formats.store import head_config, read_config
 from inference.target import placement as placing
 from inference.target.config import DTYPES, default_device, device_named, fast_dtype
 from inference.target.loading import AS_IT_IS, check_adapter, check_method, check_quantized
-from train.config import HERE, IGNORE, DeviceConfig, JobConfig, RunConfig, checked, run_config
+from train.config import HERE, IGNORE, DeviceConfig, JobConfig, LauncherConfig, RunConfig, checked, run_config
 from train.distributed import processes
 from train.distributed.launch import launched, on_node, world
 from train.plan import GIB, MAX_UTILISATION, PLAIN, Plan, plan, target_shape
@@ -122,12 +122,17 @@ def on_machine(run: RunConfig) -> RunConfig:
             torch.mm(matrix, matrix)
             seconds.append(time.perf_counter() - begin)
         device = replace(device, tflops=2 * SIDE**3 / min(seconds) / 1e12)
-    if launcher.num_processes is None:
-        accelerators = 1 if kind == "cpu" else accelerator_count(requested)
-        launcher = replace(launcher, num_processes=run.device.count or accelerators)
-        if launched():
-            launcher = replace(launcher, num_processes=on_node(), num_nodes=world() // on_node())
-    return replace(run, device=device, launcher=launcher)
+    accelerators = 1 if kind == "cpu" else accelerator_count(requested)
+    return replace(run, device=device, launcher=with_processes(launcher, run.device.count or accelerators))
+
+
+def with_processes(launcher: LauncherConfig, accelerators: int) -> LauncherConfig:
+    """Return a launcher whose null number of processes on a node is that of its accelerators, or as launched."""
+    if launcher.num_processes is not None:
+        return launcher
+    if launched():
+        return replace(launcher, num_processes=on_node(), num_nodes=world() // on_node())
+    return replace(launcher, num_processes=accelerators)
 
 
 def accelerator_count(device: str | None) -> int:

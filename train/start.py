@@ -155,7 +155,7 @@ def resolve_init(init: str | None, config: HeadConfig, target: AnyTarget) -> tup
         odd = str(error)
     if odd is None:
         return config, LAST_LAYER
-    log.warning("the head starts with random weights, as others do, not as the target's last layer: %s", odd)
+    log.warning("the head starts with random weights, not as the target's last layer: %s", odd)
     return config, None
 
 
@@ -175,12 +175,12 @@ def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, place
         )
     if getattr(config, "candidates", None) is not None and init in STARTS:
         raise ValueError(
-            "head.candidates trains the candidate head of a head that is there: give init=FOLDER of an EAGLE-3 or "
+            "head.candidates trains a candidate head on top of an existing head: give init=FOLDER of an EAGLE-3 or "
             "EAGLE-4 head, or head.candidates=null for the first stage"
         )
     if isinstance(adapter, LoraAdapterConfig) and init in (None, AUTO):
         raise ValueError(
-            "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
+            "peft=lora adapts an existing head, and init names none: give init=FOLDER of a head, or leave peft out"
         )
 
 

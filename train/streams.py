@@ -53,7 +53,7 @@ from train.distributed import launch
 from train.distributed.processes import RunLock, on_main
 from train.loop import AcceptanceEvaluator, Loop
 from train.objective import ANCHORS, LossWeights, trainable
-from train.resolve import check_out
+from train.resolve import accelerator_count, check_out, with_processes
 from train.step import Stepper
 
 
@@ -68,9 +68,7 @@ class StreamsRunConfig(JobConfig):
     def __post_init__(self) -> None:
         """Refuse sections that contradict each other."""
         if self.launcher.strategy != "ddp":
-            raise ValueError(
-                f"launcher.strategy is {self.launcher.strategy}: streams are small LoRA factors, give launcher=ddp"
-            )
+            raise ValueError(f"launcher.strategy is {self.launcher.strategy}: streams are small LoRA factors, give ddp")
         super().__post_init__()
 
 
@@ -215,9 +213,11 @@ def streams_config(cfg: DictConfig) -> StreamsRunConfig:
 def main(cfg: DictConfig) -> None:
     """Compose, check, and launch or train."""
     with launch.main_first():
+        launch.apply_launch_environment(cfg.launcher, accelerator_count(cfg.model.device))
         launch.check_mode()
     with launch.main_first():
         run = streams_config(cfg)
+        run = replace(run, launcher=with_processes(run.launcher, accelerator_count(run.model.device)))
         if launch.needs_processes(run.launcher):
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.user_overrides()))
         check_out(run)

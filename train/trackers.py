@@ -161,7 +161,7 @@ def conclude(out: Path, trackers: list[str], config: Json, record: Json) -> None
 
 
 class Tracker:
-    """The passing of each record to every tracker and to the progress bar, on the main process only."""
+    """Log every record to all trackers and the progress bar, on the main process only."""
 
     def __init__(self, out: Path, *, active: bool, steps: int, start: int, trackers: list[str], config: Json) -> None:
         self.sinks: dict[str, Sink] = {}

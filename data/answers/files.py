@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from data.answers.chats import CAUSES, Answerer, AnswerSettings, Outcome, start_chat
+from data.answers.chats import CAUSES, Answerer, AnswerSettings, Outcome, start_chat, turns_of
 from data.config import DataConfig
 from data.text.files import META, PARTS, SETTINGS, content_hash
 from data.text.records import Record
@@ -99,7 +99,7 @@ class Answers:
             yield from (Outcome(id_, None, 0, cause)._asdict() for id_ in ids)
         shortened = {id_: cause for cause, ids in meta["shortened"].items() for id_ in ids}
         for _, _, chat in _lines(self.out):
-            answers = sum(message["role"] == "assistant" for message in chat.get("messages", [])) or 1
+            answers = len(turns_of(chat.get("messages", []))) or 1
             yield Outcome(chat["id"], chat, answers, shortened.get(chat["id"], ""))._asdict()
 
     def finished(self) -> tuple[dict[str, Entry], dict[str, str]]:

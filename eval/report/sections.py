@@ -365,7 +365,7 @@ def learning_curve(curves: Mapping[str, Record]) -> Spec | None:
 
 
 CHECKED_NOTE = (
-    "lossless counts the prompts whose greedy output is the baseline's token for token, in the gate's dtype. A near "
+    "lossless counts the prompts whose greedy output is that of transformers' generate, in gate_dtype. A near "
     "tie first differs where rounding decides between the two best tokens. A drafter that fails, or whose rule is "
     "lossy, is given no speedup."
 )
@@ -376,7 +376,7 @@ SAMPLED_NOTE = (
     "known to be broken, must be rejected each time."
 )
 TIES_NOTE = (
-    "The gap is the baseline's between its two best tokens where the other first differs. Timed text is not checked: "
+    "The gap is between the reference's two best tokens at the first difference. Timed text is not checked: "
     "rounding decides there, and from there on two texts differ."
 )
 LOAD_NOTE = (

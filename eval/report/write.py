@@ -60,11 +60,11 @@ class Report:
         lines = []
         for name, gate in self.gates.items():
             if not gate.checked:
-                lines.append(f"{name}: no prompt was compared with the baseline; speedup {WITHHELD}")
+                lines.append(f"{name}: no prompt was compared; speedup {WITHHELD}")
             elif not gate.passed:
                 why = "its rule is lossy by choice; " if gate.lossy else ""
                 first = f"; {gate.first}" if gate.first else ""
-                counts = f"{gate.failed} of {gate.checked} prompts differ from the baseline"
+                counts = f"{gate.failed} of {gate.checked} prompts differ from the reference"
                 lines.append(f"{name}: {why}{counts}; speedup {WITHHELD}{first}")
         return lines + [f"{check}; speedup {WITHHELD}" for check in self.sampled if not check.passed]
 

@@ -99,7 +99,7 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: store
         raise ValueError(f"base={name}: an adapter itself; publish the whole head, without base")
     loaded: Any = load_found(folder, embeddings, sibling_spec(folder, spec, "is adapted for"))
     if type(loaded.config) is not type(config) or replace(loaded.config, name=config.name) != config:
-        raise ValueError(f"base={name}: a head of another configuration than the one adapted; name the one it began as")
+        raise ValueError(f"base={name}: its configuration is not the adapted head's; give the head training began from")
     head.load_state_dict(loaded.state_dict())
     return head
 

@@ -65,7 +65,7 @@ def merge(head: nn.Module, adapter: Adapter, folder: Path) -> nn.Module:
     weights = head.float().state_dict()
     for name, (up, down) in adapter.factors.items():
         if name not in weights or weights[name].shape != (len(up), down.shape[1]):
-            raise ValueError(f"{folder}: adapts {shown(name)}, which {adapter.base} has not in that shape; {REMEDY}")
+            raise ValueError(f"{folder}: adapts {shown(name)}, which {adapter.base} lacks in that shape; {REMEDY}")
         weights[name] += adapter.scale * up @ down
         if not weights[name].isfinite().all():
             raise ValueError(f"{folder}: {shown(name)} holds values that are not finite once adapted; {REMEDY}")

@@ -43,7 +43,7 @@ class HostDrafter(protocol.Drafter, Protocol):
     single: bool = False
 
     def start(self, prompt: Tokens) -> DrafterState:
-        """Begin a sequence; a drafter with memory may now store the text of the one before."""
+        """Begin a sequence; a drafter with memory may add the previous sequence's text to it."""
 
     def batch(self, size: int) -> "HostBatch":
         """Return the draft batch for up to `size` sequences; each slot has its own clone of the drafter."""

@@ -133,7 +133,7 @@ class HybridBatch(HostBatch):
         return Drafted(tree, torch.where(which[..., None], mask, others[2]), head_drafts.q)
 
     def update(self, slot: int, token: Tokens, path: list[int], logits: PassLogits) -> None:
-        """Let both drafters learn, the head's record if it drafted, and the lookup's in any case.
+        """Update both drafters, the lookup's acceptance, and the head's acceptance if the head drafted.
 
         The acceptance of an unused lookup follows from the committed tokens; a short commit shows only part of it.
         """

@@ -62,7 +62,7 @@ class Packing(NamedTuple):
     windows: tuple[Window, ...]
 
     def needed(self, spans: Spans, rows: int) -> bool:
-        """Whether attention must be restricted to documents: otherwise it would cross them, or need a mask."""
+        """Whether a pass needs this attention: a row has several documents, or a window is shorter than a document."""
         longest = max(span.end - span.begin for span in spans)
         return len(spans) > rows or any(window is not None and window < longest for window in self.windows)
 

@@ -253,7 +253,7 @@ def placed(
         ValueError: sharding was asked for and nothing is sharded.
     """
     if placement.needs_all_ranks and placement.group_size > 1 and not any(map(_is_sharded, model.parameters())):
-        raise ValueError(f"model.placement={placement.kind}: transformers has no plan to cut {path} up; choose another")
+        raise ValueError(f"model.placement={placement.kind}: transformers shards no weight of {path}; choose another")
     embeddings = _embeddings(model, read_target_config(path, trust), device, trust)
     if getattr(model, "hf_quantizer", None) is not None:
         digest_of_target = fingerprint(model, path)

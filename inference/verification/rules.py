@@ -104,7 +104,7 @@ def walk(
     *,
     allow_host_sync: bool,
 ) -> tuple[PerSequence, PerSequence]:
-    """Walk down each tree while the token that `choose` names after a node was drafted there, the first of equal ones.
+    """Walk down each tree while a child has the token that `choose` samples after the node; of equal ones the first.
 
     So probs are computed only for nodes on the accepted paths, one per depth, to `tree_depth`. With `allow_host_sync`
     the host reads whether all paths have ended. Returns the last nodes, and the tokens after them.

@@ -19,7 +19,7 @@ from data.answers.client import EndpointError, base_url
 from eval.measures.losslessness import shared_length
 from heads.common.errors import one_line
 from heads.common.progress import Bar
-from heads.common.typed import Amount, Count, Json, NewTokens, Positive, Within
+from heads.common.typed import SEVERAL, Amount, Count, Json, NewTokens, Positive, Within
 from heads.common.untrusted import visible
 from ops.served import (
     STREAMED,
@@ -62,8 +62,8 @@ class AuditConfig(ServersConfig):
     questions: list[str]
     requests: Count
     minutes: Positive
-    concurrency: list[Count]
-    borders: list[Count]
+    concurrency: Annotated[list[Count], SEVERAL]
+    borders: Annotated[list[Count], SEVERAL]
     samples: Annotated[int, Within(8, 500)]
     sample_tokens: NewTokens
     near_tie: Amount
@@ -289,10 +289,10 @@ def compare_answers(
 
     `fault` is the fault that a failure of this check suggests; `before` maps question ids to earlier questions.
     """
-    differences, count, error = list[Difference](), 0, "no such questions"
+    differences, count, error = list[Difference](), 0, "there are no such questions"
     for question, reply in [*answers]:  # all questions are asked before any comparison
         if errors := [theirs.error for theirs in audit.answers[question.content] if theirs.error]:
-            error = errors[0]
+            error = f"the baseline does not answer: {errors[0]}"
             continue
         count += 1
         difference = audit.difference(question, reply)
@@ -303,7 +303,7 @@ def compare_answers(
             difference = difference._replace(fault=suspected, before=earlier, in_flight=in_flight)
         differences += [] if difference is None else [difference]
     if not count:
-        return Finding("not_offered", f"the baseline does not answer: {error}")
+        return Finding("not_offered", f"nothing was compared: {error}")
     counts = Counter(difference.kind for difference in differences)
     parts = [f"{counts[kind]} {words}" for kind, words in VERBS.items() if counts[kind]]
     summary = "; ".join([f"{count - len(differences)} of {count} answers are the baseline's", *parts])

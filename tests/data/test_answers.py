@@ -188,6 +188,13 @@ def test_what_was_written_is_trained_on_whole_and_in_place(tmp_path: Path, confi
         assert list(sample.token) == encode([render(line["messages"], tokenizer, False)], tokenizer)[0]
 
 
+def test_an_opening_turn_is_no_answer_in_a_second_call_either(tmp_path: Path) -> None:
+    messages = [{"role": role, "content": "w1"} for role in ("assistant", "user", "assistant")]
+    for _ in range(2):
+        answer(tmp_path / "a.jsonl", of=[parse({"id": "o", "messages": messages}, 0, "f")])
+        assert meta(tmp_path / "a.jsonl")["counts"]["answers"] == 1
+
+
 def test_a_target_without_template_writes_plain_text(
     write: Callable[..., str], tmp_path: Path, config: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -310,6 +310,11 @@ def test_a_failure_of_the_baseline_s_is_no_near_tie(
     assert verdict.fault == "stale_cache"
 
 
+def test_a_list_without_sizes_is_refused() -> None:
+    with pytest.raises(ValueError, match="concurrency is"):
+        from_yaml(AuditConfig, "ops/audit", url="u", baseline="b", **SMALL | {"concurrency": []})
+
+
 def test_a_baseline_that_speculates_is_refused_and_an_audited_one_that_does_not_undecided(
     tmp_path: Path, baseline: AuditServer, server: AuditServer, only: Any
 ) -> None:

@@ -281,6 +281,9 @@ def test_a_restart_begins_a_window_anew_and_a_server_that_is_away_is_waited_for(
         readings = iter([counters(1, 1), ValueError("away")])
         with pytest.raises(ValueError, match="away"):
             next(windows(watch, replace(away, away=1e-9)))
+        readings = iter([counters(1, 1), None])
+        with pytest.raises(ValueError, match="/metrics has been an error for more than"):
+            next(windows(watch, replace(away, away=1e-9)))
         readings = iter([None])
         with pytest.raises(ValueError, match="turn its metrics on"):
             next(windows(watch, replace(away, away=1e-9)))

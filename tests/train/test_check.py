@@ -82,6 +82,7 @@ OUT = ("../evil", "a/../../b", "/elsewhere")  # of the folder of runs
         (["plan=true", "data.path=lists.jsonl"], "lists.jsonl: line 1: every record must be a JSON object"),
         (["plan=true", "data.path=single.jsonl"], "single.jsonl: holds a single record"),
         (["plan=true", "workload=gone"], "workload gone is neither a file or folder here"),
+        (["plan=1"], "plan is 1: give true, false, or ignore"),
         (["plan=fit"], "plan is 'fit': give true, false, or ignore"),
     ],
 )

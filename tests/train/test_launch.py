@@ -17,6 +17,7 @@ from tests.train import jobs
 from train import run as runs
 from train.config import RunConfig
 from train.distributed import launch, processes
+from train.resolve import with_processes
 
 BATCH = """#!/bin/sh
 for last; do :; done
@@ -50,8 +51,15 @@ def test_nodes_that_do_not_know_where_to_meet_are_told(monkeypatch: pytest.Monke
     assert launch.needs_processes(run("launcher=nodes2", "launcher.main_process_ip=10.0.0.1").launcher)
 
 
+def test_null_processes_are_the_machines_or_those_that_were_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = run("launcher.num_processes=null").launcher
+    assert with_processes(launcher, 3).num_processes == 3
+    monkeypatch.setattr(os, "environ", {**os.environ, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"})
+    assert with_processes(launcher, 3).world == 8
+
+
 def test_a_plan_has_the_command_of_each_of_several_nodes() -> None:
-    words = ["name=a b", "plan=true"]
+    words = ["name=a b", "plan=True"]
     nodes = run("launcher=nodes2").launcher
     each, once = str(launch.command_for_nodes(nodes, "train/run.py", words, on_cpu=False)).splitlines()
     assert each.endswith("MASTER_ADDR=ADDRESS NODE_RANK=N python train/run.py 'name=a b'")

@@ -205,7 +205,7 @@ def command_for_nodes(launcher: LauncherConfig, script: str, overrides: Override
     """Return the command for each of several nodes, one per line; empty if one command starts all processes."""
     if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or among_tasks():
         return ""
-    command_line = shlex.join(["python", script, *(override for override in overrides if override != "plan=true")])
+    command_line = shlex.join(["python", script, *(override for override in overrides if key_of(override) != "plan")])
     nodes = launcher.num_nodes
     devices = "" if on_cpu else f"--gpus-per-node={launcher.local} "
     return (
