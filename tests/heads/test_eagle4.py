@@ -76,7 +76,7 @@ def test_the_second_stage_starts_from_an_eagle3_head_and_trains_the_factors_only
 
 def test_candidates_without_a_trained_head_or_their_loss_are_refused() -> None:
     run = jobs.configured(["head=eagle4", LAYERS, "head.candidates=9", "+objective.losses.candidates=1.0"])
-    with pytest.raises(ValueError, match=r"head\.candidates trains the candidate head of a head that is there"):
+    with pytest.raises(ValueError, match=r"head\.candidates trains a candidate head on top of an existing head"):
         check_init(run.peft, run.head, None, "replicate")
     for alone in ("head.candidates=9", "+objective.losses.candidates=1.0"):
         with pytest.raises(ValueError, match="train a candidate head together: give experiment=eagle4_candidates"):

@@ -324,6 +324,6 @@ def test_a_budget_is_spent_on_real_trainings(tmp_path: Path, capfd: pytest.Captu
     assert len(forecast.state["points"][chosen]) == 4
     assert f'"{chosen}"' in Path(run.out, "head", "config.json").read_text()
     printed, warned = capfd.readouterr()
-    assert "no longer bit for bit" not in printed + warned  # a run that is lengthened is as if it had been so long
+    assert "not bit-identical" not in printed + warned  # a run that is lengthened is as if it had been so long
     assert f"{chosen} is trained on" in printed
     assert "came out: τ" in printed

@@ -203,7 +203,7 @@ def test_texts_that_differ_withhold_the_speedup_and_the_first_is_shown(
     assert row["tau"] > 1
     _, line = capsys.readouterr().err.splitlines()  # the first warns of few prompts
     at = len("".join(words(key_of({"messages": [{"role": "user", "content": "say 2"}]}), 3))) + 1
-    assert line.startswith("NOT LOSSLESS: endpoint: 1 of 4 prompts differ from the baseline; speedup withheld")
+    assert line.startswith("NOT LOSSLESS: endpoint: 1 of 4 prompts differ from the reference; speedup withheld")
     assert f"prompt p2, character {at}: '<b>no</b>" in line
     assert "<b>no</b>" not in (log.parent / "report" / "report.html").read_text(encoding="utf-8")
     told = read_report(log.parent / "report" / "report.json")

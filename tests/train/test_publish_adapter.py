@@ -171,7 +171,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 ]
 DAMAGE: list[tuple[str, Any, str]] = [
     (lora.UP, lambda up: up[:, :2], "two factors of rank 4"),
-    (lora.DOWN, lambda down: down[:, 1:], "has not in that shape"),
+    (lora.DOWN, lambda down: down[:, 1:], "lacks in that shape"),
     (lora.DOWN, lambda down: down / 0, "not finite"),
     (lora.UP, None, "is no factor"),
 ]

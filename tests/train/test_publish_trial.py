@@ -92,7 +92,7 @@ def test_a_head_that_came_back_with_another_tau_is_told(tiny: Path, hub: Hub, mo
         publish(config(tiny, tag="v1"), HfApi())
     assert "\n" not in str(caught.value)
     repo = hub.repos[REPO]
-    assert f"{REPO} is at {repo.head}, before, it was" in str(caught.value)
+    assert f"{REPO} is now at {repo.head}, and was at" in str(caught.value)
     assert repo.tags == {}
 
 
