@@ -27,17 +27,15 @@ def _missing_parent(drafted: DraftTree, prefix: int, position: Tensor, seen: Ten
     return position, seen
 
 
-def _siblings_seen(drafted: DraftTree, prefix: int, position: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    siblings = (drafted.parent[:, None] == drafted.parent).tril()
-    return position, torch.cat([seen[:, :prefix], seen[:, prefix:] | siblings], 1)
-
-
 IN_LAYOUT: dict[str, Fault] = {
     "prefix off by one": lambda _, prefix, position, seen: (position, _without(seen, prefix - 1)),
     "rows off by one": lambda _, _prefix, position, seen: (position, torch.cat([seen[:1], seen[:-1]])),
     "missing root": lambda _, prefix, position, seen: (position, torch.cat([seen[:1], _without(seen[1:], prefix)])),
     "missing parent": _missing_parent,
-    "siblings seen": _siblings_seen,
+    "siblings seen": lambda drafted, prefix, position, seen: (
+        position,
+        torch.cat([seen[:, :prefix], seen[:, prefix:] | (drafted.parent[:, None] == drafted.parent).tril()], 1),
+    ),
     "positions off by one": lambda _, _prefix, position, seen: (torch.cat([position[:1], position[1:] + 1]), seen),
     "positions in order": lambda _, prefix, position, seen: (prefix + torch.arange(len(position)), seen),
 }

@@ -39,15 +39,10 @@ def worth(tree: frozenset[Path], table: torch.Tensor) -> float:
     return sum(math.prod(float(table[d, rank]) for d, rank in enumerate(path)) for path in tree)
 
 
-def random_table(seed: int, depth: int, ranks: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    raw = torch.rand(depth, ranks, generator=generator, dtype=torch.float64)
-    return raw / raw.sum(1, keepdim=True) * 0.9
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_no_tree_is_better(seed: int) -> None:
-    table = random_table(seed, 3, 3)
+    raw = torch.rand(3, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    table = raw / raw.sum(1, keepdim=True) * 0.9
     found = best_static(table, 5)
     every = all_trees(3, 3, 5)
     assert len(every) > 300

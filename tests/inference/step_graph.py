@@ -66,12 +66,6 @@ def decoded(of: Batch, requests: list[tuple[list[int], RequestParams]]) -> list[
     return [found[number] for number in range(len(requests))]
 
 
-def operations_of(function: Any, inputs: list[Tensor]) -> Any:
-    """Return the operations of a function, as a function."""
-    with patch.object(torch.compiler, "is_compiling", lambda: True):  # on a CPU a nucleus looks at its probs
-        return make_fx(function)(*inputs)
-
-
 class Replay(NamedTuple):
     """A recorded stage that writes its results where they were first, as a CUDA graph does."""
 
@@ -110,7 +104,8 @@ class Recorded(Graphs):
             return [leaf for leaf in tree_leaves(returned[-1]) if isinstance(leaf, Tensor)]
 
         saved = [tensor.clone() for tensor in inputs]
-        operations = operations_of(traced, inputs)
+        with patch.object(torch.compiler, "is_compiling", lambda: True):  # on a CPU a nucleus looks at its probs
+            operations = make_fx(traced)(*inputs)
         for tensor, before in zip(inputs, saved, strict=True):
             tensor.copy_(before)
         result = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, returned[-1])

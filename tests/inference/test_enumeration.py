@@ -196,10 +196,6 @@ def test_coupled_outputs_are_the_targets_whatever_is_drafted() -> None:
             assert text == [rng.sample(laws[[0, 1, 3]][[i]], i + 1)[0] for i in range(len(text))]
 
 
-def typical_acceptance(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
-    return oracle.typical(tree, p, q, rng)
-
-
 def one_sample_per_path(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Resample the target for every root-leaf path and keep the longest match (Medusa's and REST's nucleus mode)."""
     best: Found = ([0], rng.sample(p[:1])[0])
@@ -271,7 +267,7 @@ def stale_alpha(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found
 
 
 BROKEN: dict[str, tuple[str, Rule]] = {
-    "typical acceptance": ("static", typical_acceptance),
+    "typical acceptance": ("static", oracle.typical),
     "fixed threshold": ("static", oracle.threshold),
     "one sample per path": ("static", one_sample_per_path),
     "sampled nodes pruned by their own value": ("chain", pruned_by_own_value),

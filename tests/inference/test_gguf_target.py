@@ -9,7 +9,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, RopeScalingType
 from huggingface_hub import HfApi, constants
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.common import gguf
@@ -56,11 +55,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "gguf"
 
 
-def rotary_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Put the two values of each rotary pair side by side, as llama.cpp has them."""
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
 def write(file: Path, model: Any, architecture: str = "llama", scaling: str = "") -> Path:
     """Write a model as llama.cpp's converter does."""
     writer = GGUFWriter(file, architecture)
@@ -88,7 +82,9 @@ def write(file: Path, model: Any, architecture: str = "llama", scaling: str = ""
     for name, weight in model.state_dict().items():
         stem, _, kind = name.rpartition(".")
         heads = {"self_attn.q_proj": HEADS, "self_attn.k_proj": KV_HEADS}.get(".".join(stem.split(".")[-2:]))
-        value = weight if heads is None else rotary_pairs(weight, heads)
+        value = weight
+        if heads is not None:  # llama.cpp has the two values of each rotary pair side by side
+            value = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         writer.add_tensor(f"{NAMES[stem]}.{kind}", value.numpy(), raw_dtype=GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

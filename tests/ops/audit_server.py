@@ -170,7 +170,10 @@ class AuditServer:
                 if ask.stream:
                     yield from (_event(ask, [choice]) for choice in _streamed(ask, index, answer, self.engine.fault))
                 else:
-                    choices.append(_choice(ask, index, _joined(list(answer)), self.engine.fault, True))
+                    pieces = list(answer)
+                    steps = [step for piece in pieces for step in piece.steps]
+                    whole = Piece("".join(piece.text for piece in pieces), steps, pieces[-1].finish_reason)
+                    choices.append(_choice(ask, index, whole, self.engine.fault, True))
             finally:
                 self.engine.finish(answer.decoded, answer.finish_reason is None)
             count += answer.count
@@ -183,11 +186,6 @@ class AuditServer:
         prompt = ask.without_answer() if self.engine.fault == "history" else ask.prompt
         seed = None if ask.seed is None else ask.seed + index
         return Answer(self.engine, ask, self.engine.start(prompt, ask.how, ask.penalties, seed, ask.grammar))
-
-
-def _joined(pieces: list[Piece]) -> Piece:
-    steps = [step for piece in pieces for step in piece.steps]
-    return Piece("".join(piece.text for piece in pieces), steps, pieces[-1].finish_reason)
 
 
 def _event(ask: Ask, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -99,12 +99,8 @@ def folder(service: Path, tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "service"
 
 
-def real_training(words: list[str]) -> None:
-    run_command("train/run.py", words)
-
-
-def go(folder: Path, *more: str, train: Any = real_training) -> int:
-    words = words_of(folder, [*more])
+def go(folder: Path, *more: str, train: Any = None) -> int:
+    words, train = words_of(folder, [*more]), train or partial(run_command, "train/run.py")
     training, own = split_config(compose("ops/loop", words))
     return maintain(run_config(training), typed(LoopJob, own), words, train)
 

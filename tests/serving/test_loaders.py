@@ -70,10 +70,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def vllm(folders: dict[str, Path]) -> dict[str, Any]:
-    job = [
-        {"folder": str(folders[name]), "method": HEADS[name][2], "tokens": 5, "overrides": overridden(name)}
-        for name in OF_VLLM
-    ]
+    job = []
+    for name in OF_VLLM:
+        kind, options, method, *_ = HEADS[name]
+        overrides = mimo.overrides(options) if kind == "mtp" else {}  # by these keys vLLM makes an MTP module
+        job.append({"folder": str(folders[name]), "method": method, "tokens": 5, "overrides": overrides})
     answer = asked("load_vllm.py", {"target": str(TARGET), "heads": job}, newest="vllm")
     assert answer["version"] == "0.33.0"
     return dict(zip(OF_VLLM, answer["heads"], strict=True))
@@ -93,12 +94,6 @@ def speculators(folders: dict[str, Path]) -> dict[str, Any]:
     answer = asked("load_speculators.py", job)
     assert answer["version"] == "0.9.0"
     return dict(zip(OF_SPECULATORS, answer["heads"], strict=True))
-
-
-def overridden(name: str) -> dict[str, Any]:
-    """Return what of the target's config.json vLLM is told again, by whose keys it makes an MTP module."""
-    kind, options, *_ = HEADS[name]
-    return mimo.overrides(options) if kind == "mtp" else {}
 
 
 def drafted(folder: Path) -> list[int] | None:

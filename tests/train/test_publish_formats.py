@@ -125,15 +125,11 @@ def write_gguf(file: Path, tokens: list[str]) -> Path:
     return file
 
 
-def tokens_of(target: EmbeddingsOnly) -> list[str]:
-    return sorted(target.tokenizer.get_vocab(), key=target.tokenizer.get_vocab().__getitem__)
-
-
 def test_another_targets_gguf_is_refused_before_the_head_is_written(
     tmp_path: Path, target: EmbeddingsOnly, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = run(tmp_path, target, "eagle3", EAGLE3 | {"feature_norm": False, "norm_output": False})
-    tokens = tokens_of(target)
+    tokens = sorted(vocab := target.tokenizer.get_vocab(), key=vocab.__getitem__)
     for name, listed in (("own", tokens), ("other", tokens[::-1])):
         write_gguf(tmp_path / name, listed)
     out = publish(config(made, "gguf", gguf=str(tmp_path / "own")), HfApi())
