@@ -148,8 +148,8 @@ def rows(
     for subset in measurement.parts(len(requests[results.BASELINE])):
         for name in (name for name in requests if name != HF):
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
-            info = results.DrafterInfo(name, rule, Baseline.tree if name == results.BASELINE else drafters[name].tree)
-            row = results.result(info, subset, subset.of(requests[name]))
+            tree = Baseline.tree if name == results.BASELINE else drafters[name].tree
+            row = results.result(name, rule, tree, subset, subset.of(requests[name]))
             measured.append(with_gate_result(row, subset, requests, gates))
     return measured
 
@@ -195,8 +195,19 @@ def with_gate_result(
     if not trusted or row.drafter in measurement.not_lossless or results.BASELINE not in requests:
         return row
     mine, baseline = subset.of(requests[row.drafter]), subset.of(requests[results.BASELINE])
-    hf = subset.of(requests[HF]) if HF in requests else None
-    return results.with_speedups(row, subset, mine, baseline, hf)
+    ours, theirs = results.known(mine, "end_to_end"), results.known(baseline, "end_to_end")
+    fast, slow = results.known(mine, "decoding"), results.known(baseline, "decoding")
+    hf = results.known(subset.of(requests[HF]), "decoding") if HF in requests else None
+    seed, streamed = measurement.seed, bool(fast and slow)  # otherwise the prefill cannot be separated
+    return replace(
+        row,
+        by_request=results.by_request(mine, baseline),
+        whole_speedup=metrics.speed_ratio(ours, theirs),
+        whole_speedup_ci=metrics.paired_interval(ours, theirs, seed, subset.groups),
+        speedup=metrics.speed_ratio(fast, slow) if streamed else None,
+        speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if streamed else None,
+        speedup_hf=None if hf is None else metrics.speed_ratio(fast, hf),
+    )
 
 
 def timed(run: Generation) -> results.MeasuredRequest:

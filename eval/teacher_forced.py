@@ -8,6 +8,7 @@ nodes of smaller depths and budgets. For sampled chains the acceptance probabili
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from data.text.prompts import Prompt
 from eval.config import DecodingConfig, Selection
 from eval.inputs.workloads import Text, Workload, check_known, of_answer, read_log
 from eval.measures.metrics import SpecDecodingStats, count_passes, median_run
-from eval.measures.results import TEACHER_FORCED, DrafterInfo, MeasuredRequest, ResultRow, result
+from eval.measures.results import TEACHER_FORCED, MeasuredRequest, ResultRow, result
 from heads.base import Features, NewRows
 from heads.common.progress import progress
 from heads.common.typed import Json
@@ -280,12 +281,10 @@ def generate_answers(
 ) -> list[WorkloadTexts]:
     """Let the target answer the prompts at every temperature."""
     texts_of = []
-    for workload in workloads:
-        for temperature in config.temperature:
-            params = config.params(temperature)
-            prompts = progress(workload.prompts, "writing the texts")
-            runs = [[autoregress(target, prompt.token, params)] for prompt in prompts]
-            texts_of.append(answered_texts(workload, target, params, runs))
+    for workload, temperature in product(workloads, config.temperature):
+        params, prompts = config.params(temperature), progress(workload.prompts, "writing the texts")
+        runs = [[autoregress(target, prompt.token, params)] for prompt in prompts]
+        texts_of.append(answered_texts(workload, target, params, runs))
     return texts_of
 
 
@@ -349,8 +348,9 @@ def teacher_forced_rows(
                 counts = [passes_along(record, tree) for record in records]
             rule = "token" if is_sampled else "greedy" if temperature == 0 else "point_mass"
             measurement = workload.measurement(temperature, 1, config.seed, tier=TEACHER_FORCED)
-            info, requests = DrafterInfo(name, rule, tree.label), [MeasuredRequest(passes) for passes in counts]
-            rows += [result(info, subset, subset.of(requests)) for subset in measurement.parts(len(requests))]
+            for subset in measurement.parts(len(counts)):
+                requests = [MeasuredRequest(passes) for passes in subset.of(counts)]
+                rows.append(result(name, rule, tree.label, subset, requests))
             by_head.setdefault(name, {"workload": workload.name, "temperature": temperature, **statistics})
     return rows, by_head
 

@@ -334,7 +334,8 @@ class DeviceStep:
     ) -> tuple[TargetOutput, HostRows, Accepted]:
         """Run the target over the trees and verify them: one stage, since the logits are too large to keep.
 
-        The rules read the logits after the repetition penalty; EOS tokens are masked until min_new_tokens.
+        The rules read the logits after the repetition penalty; EOS tokens are masked until min_new_tokens. Return the
+        target's output, the tensor for the host, and the accepted paths.
         """
         out = self.forward(slots, drafted, kv_length)
         logits = self.target.embeddings.logits(out.last_hidden) if out.logits is None else out.logits
@@ -349,7 +350,27 @@ class DeviceStep:
         logits = process_logits(logits, params.sampling, seen_tokens, early)
         if not self.captures:  # no time can be measured inside a graph
             self.timer.mark("verify")
-        return out, *self.verify_drafts(slots, drafted, logits, params)
+        tree, tree_depth, greedy = drafted.tree, self.plan.tree_depth, params.sampling.temperature == 0
+        if not tree_depth:  # nothing to accept
+            root = torch.zeros_like(slots.root[:, None])
+            token = self.sample_target(slots, drafted, logits, params.sampling, root[:, 0], 0)[:, None]
+            accepted = Accepted(root, slots.active, token)
+            results = [slots.active[:, None], root, token, root, root]
+        else:
+            if greedy and self.allows_host_sync and len(tree.token) == 1 and not rules.is_lossy(params.rule):
+                accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, tree_depth)
+            else:
+                valid = rules.valid_nodes(tree, drafted.ancestor_mask, drafted.node_depth, slots.max_draft_depth)
+                if not self.draft_batch.traits.on_device:
+                    valid &= tree.parent != LOOK_AHEAD
+                accepted = self.run_rule(slots, drafted, valid, logits, params)
+                accepted = accepted._replace(committed=accepted.committed * slots.active)
+                ranks = rules.ranks(tree).gather(1, accepted.path)
+                count = valid.sum(1) - 1
+            results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
+        if params.logit_gaps:
+            results.append(top2_gap(logits.take_along_dim(accepted.path[..., None], 1)).view(torch.int32).long())
+        return out, torch.cat(results, 1), accepted
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees; their entries follow each sequence's committed ones."""
@@ -398,32 +419,6 @@ class DeviceStep:
             return rng.sample_tokens(logits, sampling, slots.rng_key, slots.length + 1 + depth)
         return (distribution(logits, sampling) / drafted.noise[:, depth]).argmax(-1)
 
-    def verify_drafts(
-        self, slots: Slots, drafted: Drafted, logits: NodeProbs, params: RequestParams
-    ) -> tuple[HostRows, Accepted]:
-        """Verify the drafts; return the tensor for the host, and the accepted paths."""
-        tree, tree_depth, greedy = drafted.tree, self.plan.tree_depth, params.sampling.temperature == 0
-        if not tree_depth:  # nothing to accept
-            root = torch.zeros_like(slots.root[:, None])
-            token = self.sample_target(slots, drafted, logits, params.sampling, root[:, 0], 0)[:, None]
-            accepted = Accepted(root, slots.active, token)
-            results = [slots.active[:, None], root, token, root, root]
-        else:
-            if greedy and self.allows_host_sync and len(tree.token) == 1 and not rules.is_lossy(params.rule):
-                accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, tree_depth)
-            else:
-                valid = rules.valid_nodes(tree, drafted.ancestor_mask, drafted.node_depth, slots.max_draft_depth)
-                if not self.draft_batch.traits.on_device:
-                    valid &= tree.parent != LOOK_AHEAD
-                accepted = self.run_rule(slots, drafted, valid, logits, params)
-                accepted = accepted._replace(committed=accepted.committed * slots.active)
-                ranks = rules.ranks(tree).gather(1, accepted.path)
-                count = valid.sum(1) - 1
-            results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
-        if params.logit_gaps:
-            results.append(top2_gap(logits.take_along_dim(accepted.path[..., None], 1)).view(torch.int32).long())
-        return torch.cat(results, 1), accepted
-
     def run_rule(
         self, slots: Slots, drafted: Drafted, valid: NodeMask, processed_logits: NodeProbs, params: RequestParams
     ) -> Accepted:
@@ -432,9 +427,7 @@ class DeviceStep:
         rule = rules.RULES[self.rule(params)]
         greedy = sampling.temperature == 0
         choose = partial(self.sample_target, slots, drafted, processed_logits, sampling)
-        verify = None
-        if not greedy and drafted.q is not None and rule.verify is not None:
-            verify = partial(self.verify_sampled, rule.verify, slots, drafted, valid, processed_logits, sampling)
+        verify = None if greedy or drafted.q is None else rule.verify
         if rule.threshold is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
             last = rules.follow(tree, ancestor_mask, valid, rules.above_threshold(tree, p, rule.threshold))
@@ -443,30 +436,25 @@ class DeviceStep:
             best = argmax(processed_logits)
             last = rules.follow(tree, ancestor_mask, valid, tree.token == best.gather(1, tree.parent.clamp_min(0)))
             token = best.gather(1, last[:, None])[:, 0]
-        elif verify is not None and all(plan.has_q):
-            last, token = verify()
-        else:
+        elif verify is None or not all(plan.has_q):
             last, token = rules.walk(tree, valid, choose, plan.tree_depth, allow_host_sync=self.allows_host_sync)
-            if verify is not None:
-                sampled = torch.tensor(plan.has_q, device=last.device)
-                sampled_last, sampled_token = verify()
+        if verify is not None:  # children were sampled from q
+            assert plan.sampled is not None
+            assert drafted.q is not None
+            p = distribution(processed_logits, sampling)
+            key = rng.hash_key(rng.hash_key(slots.rng_key, rng.ACCEPT_KEY), slots.length + 1)
+            uniforms = rng.uniform(key[:, None], torch.arange(p.shape[1], device=p.device))
+            draft = rules.Sampled(plan.sampled, tree.token, valid, drafted.q)
+            sampled_last, probs = verify(draft, p, uniforms, self.allows_host_sync)
+            position = slots.length + 1 + drafted.node_depth.gather(1, sampled_last[:, None])[:, 0]
+            noise = rng.exponential_noise(slots.rng_key, position, p.shape[-1])
+            sampled_token = (probs / noise).argmax(-1)
+            if all(plan.has_q):
+                last, token = sampled_last, sampled_token
+            else:
+                sampled = torch.tensor(plan.has_q, device=p.device)
                 last, token = torch.where(sampled, sampled_last, last), torch.where(sampled, sampled_token, token)
         return rules.accepted_paths(tree, ancestor_mask, last, token, plan.tree_depth)
-
-    def verify_sampled(
-        self, verify: Any, slots: Slots, drafted: Drafted, valid: NodeMask, logits: NodeProbs, sampling: Sampling
-    ) -> tuple[PerSequence, PerSequence]:
-        """Verify children that were sampled from q; return the last accepted node and the token after it."""
-        p = distribution(logits, sampling)
-        assert self.plan.sampled is not None
-        assert drafted.q is not None
-        key = rng.hash_key(slots.rng_key, rng.ACCEPT_KEY)
-        index = torch.arange(p.shape[1], device=p.device)
-        uniforms = rng.uniform(rng.hash_key(key, slots.length + 1)[:, None], index)
-        draft = rules.Sampled(self.plan.sampled, drafted.tree.token, valid, drafted.q)
-        last, probs = verify(draft, p, uniforms, self.allows_host_sync)
-        position = slots.length + 1 + drafted.node_depth.gather(1, last[:, None])[:, 0]
-        return last, (probs / rng.exponential_noise(slots.rng_key, position, p.shape[-1])).argmax(-1)
 
     def commit(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> None:
         """Advance the slots by the accepted tokens, and append the accepted rows to the drafter.

@@ -31,7 +31,6 @@ from eval.measures.results import (
     BASELINE,
     ENDPOINT,
     UNTIMED,
-    DrafterInfo,
     MeasuredRequest,
     Measurement,
     ResultRow,
@@ -204,7 +203,7 @@ def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[MeasuredReque
     total = sum_counts((counts if len(counts) == len(requests) else []) if subset.category else runs.passes)
     rule = "none" if name == BASELINE else "greedy" if subset.measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
-    row = result(DrafterInfo(name, rule, "none" if name == BASELINE else depths), subset, requests, total)
+    row = result(name, rule, "none" if name == BASELINE else depths, subset, requests, total)
     return replace(row, tokens=sum(int(run.decoded) for repeats in subset.of(runs.answers) for run in repeats))
 
 

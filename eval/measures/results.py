@@ -6,7 +6,7 @@ A row of the report is built from counted passes and, if they were timed, reques
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from eval.measures import metrics
@@ -102,14 +102,6 @@ class Subset(NamedTuple):
         return [items[index] for index in self.indices]
 
 
-class DrafterInfo(NamedTuple):
-    """A drafter: its name, its verification rule, and its tree."""
-
-    drafter: str
-    rule: str
-    tree: str
-
-
 @dataclass(frozen=True)
 class MeasuredRequest:
     """One measured request; None means not measured.
@@ -148,61 +140,42 @@ Requests = Sequence[MeasuredRequest]
 
 
 def result(
-    drafter: DrafterInfo, subset: Subset, requests: Requests, total: SpecDecodingStats | None = None
+    drafter: str, rule: str, tree: str, subset: Subset, requests: Requests, total: SpecDecodingStats | None = None
 ) -> ResultRow:
-    """Return a drafter's result on a subset of a measurement, without speedups, which `with_speedups` adds.
+    """Return a drafter's result on a subset of a measurement, without speedups; `rule` verified its drafts.
 
     `total` is the sum of the requests' counts, if it is known without, or more exactly than, each one's.
     """
-    measurement, counts = subset.measurement, _known(requests, "passes")
-    acceptance = metrics.pool(counts, total)
-    seconds = {key: sum(request.seconds[key] for request in requests) for key in UNTIMED}
+    measurement, counts = subset.measurement, known(requests, "passes")
     latencies = [wait for request in requests if (wait := request.latencies.get("latency_s")) is not None]
     return ResultRow(
-        **drafter._asdict(),
+        drafter=drafter,
+        rule=rule,
+        tree=tree,
         workload=f"{measurement.workload}/{subset.category}" if subset.category else measurement.workload,
         temperature=measurement.temperature,
         batch_size=measurement.batch_size,
-        **vars(acceptance),
+        **vars(metrics.pool(counts, total)),
         tau_ci=metrics.pooled_interval(counts, measurement.seed, subset.groups),
-        tokens_per_second=metrics.speed(_known(requests, "decoding")),
+        tokens_per_second=metrics.speed(known(requests, "decoding")),
         speedup=None,
         speedup_ci=None,
         speedup_hf=None,
-        seconds=seconds,
+        seconds={key: sum(request.seconds[key] for request in requests) for key in UNTIMED},
         latency_s=statistics.median(latencies) if latencies else None,
         memory_bytes=measurement.memory_bytes,
         lossless=UNCHECKED.counts(),
         category=subset.category,
         prompts=len(requests),
         by_request=by_request(requests),
-        prefill_s=sum(_known(requests, "prefill_s"), 0.0),
-        whole_tokens_per_second=metrics.speed(_known(requests, "end_to_end")),
+        prefill_s=sum(known(requests, "prefill_s"), 0.0),
+        whole_tokens_per_second=metrics.speed(known(requests, "end_to_end")),
         tier=measurement.tier,
         request_rate=measurement.request_rate,
     )
 
 
-def with_speedups(row: ResultRow, subset: Subset, requests: Requests, base: Requests, hf: Requests | None) -> ResultRow:
-    """Return a result with the columns that are only for lossless drafters.
-
-    `requests` are the result's; `base` and `hf` are the same requests by the baseline and by HF generate.
-    """
-    ours, theirs = _known(requests, "end_to_end"), _known(base, "end_to_end")
-    fast, slow = _known(requests, "decoding"), _known(base, "decoding")
-    seed, streamed = subset.measurement.seed, bool(fast and slow)  # otherwise the prefill cannot be separated
-    return replace(
-        row,
-        by_request=by_request(requests, base),
-        whole_speedup=metrics.speed_ratio(ours, theirs),
-        whole_speedup_ci=metrics.paired_interval(ours, theirs, seed, subset.groups),
-        speedup=metrics.speed_ratio(fast, slow) if streamed else None,
-        speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if streamed else None,
-        speedup_hf=None if hf is None else metrics.speed_ratio(fast, _known(hf, "decoding")),
-    )
-
-
-def _known(requests: Requests, key: str) -> list[Any]:
+def known(requests: Requests, key: str) -> list[Any]:
     """Return a field of each request; empty if one is unknown."""
     values = [getattr(request, key) for request in requests]
     return [] if None in values else values
@@ -211,15 +184,15 @@ def _known(requests: Requests, key: str) -> list[Any]:
 def by_request(requests: Requests, base: Requests | None = None) -> dict[str, dict[str, float]]:
     """Return the quantiles over the requests of τ, tokens per second, latencies and, over `base`, the speedup."""
     values: dict[str, list[float | None]] = {
-        "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in _known(requests, "passes")],
-        "tokens_per_second": [metrics.speed(_known([request], "decoding")) for request in requests],
+        "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in known(requests, "passes")],
+        "tokens_per_second": [metrics.speed(known([request], "decoding")) for request in requests],
         "user_tokens_per_second": [request.user_speed for request in requests],
     }
     for name in dict.fromkeys(name for request in requests for name in request.latencies):
         values[name] = [request.latencies.get(name) for request in requests]
     if base is not None:
         pairs = [
-            (_known([request], "decoding"), _known([baseline], "decoding"))
+            (known([request], "decoding"), known([baseline], "decoding"))
             for request, baseline in zip(requests, base, strict=True)
         ]
         values["speedup"] = [metrics.speed_ratio(fast, slow) if fast and slow else None for fast, slow in pairs]

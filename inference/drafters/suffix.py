@@ -105,8 +105,27 @@ class SuffixTree:
                 child = node.children[token] = Node(text, len(text) - 1, OPEN, 1)
                 self.nodes += 1
                 node.promote(child)
+                continue
+            ends = node  # the node at which the suffix ends that is longer by the token
+            if child.length == 1:
+                child.count += 1
+                node.promote(child)
+                ends = child
             else:
-                reached.append(self._descend(node, child, token))
+                if node is not self.root and node.count == child.count + 1:
+                    # Every occurrence of this node continues with the token: its edge takes it over.
+                    node.end += 1
+                    del node.children[token]
+                else:
+                    ends = node.children[token] = Node(child.text, child.start, child.start + 1, child.count + 1)
+                    ends.best = child
+                    if node.best is child:
+                        node.best = ends
+                    node.promote(ends)
+                    self.nodes += 1
+                child.start += 1
+                ends.children[child.text[child.start]] = child
+            reached.append(ends)
         self.active = reached[: self.depth - 1]
         if len(reached) == self.depth:  # deeper substrings are not counted
             tree_depth = reached[-1]
@@ -115,29 +134,6 @@ class SuffixTree:
                 self.nodes -= 1
                 pending += pending.pop().children.values()
             tree_depth.children, tree_depth.best = {}, None
-
-    def _descend(self, node: Node, child: Node, token: int) -> Node:
-        """Count one more occurrence of the child's first token after `node`, and return the node that ends there."""
-        if child.length == 1:
-            child.count += 1
-            node.promote(child)
-            return child
-        if node is not self.root and node.count == child.count + 1:
-            # Every occurrence of this node continues with the token, so its edge takes over the token: no new node.
-            node.end += 1
-            del node.children[token]
-        else:
-            upper = Node(child.text, child.start, child.start + 1, child.count + 1)
-            upper.best = child
-            node.children[token] = upper
-            if node.best is child:
-                node.best = upper
-            node.promote(upper)
-            self.nodes += 1
-            node = upper
-        child.start += 1
-        node.children[child.text[child.start]] = child
-        return node
 
     def advance(self, loci: list[Locus], token: int) -> list[Locus]:
         """Return the loci of another text's suffixes after `token`, shortest first.

@@ -9,7 +9,7 @@ import torch
 
 from eval.inputs.workloads import Text, of_answer, write
 from eval.measures.metrics import SpecDecodingStats
-from eval.measures.results import TEACHER_FORCED, DrafterInfo, MeasuredRequest, Measurement, ResultRow, result
+from eval.measures.results import TEACHER_FORCED, MeasuredRequest, Measurement, ResultRow, result
 from eval.teacher_forced import (
     Overlap,
     RankedText,
@@ -222,8 +222,8 @@ SESSION = Measurement("tiny", 1.0, 1, 0, 0, conversations=[0, 1], tier=TEACHER_F
 
 
 def rows(each: list[SpecDecodingStats]) -> list[ResultRow]:
-    info, texts = DrafterInfo("eagle", "token", "chain-4"), [MeasuredRequest(passes) for passes in each]
-    return [result(info, subset, subset.of(texts)) for subset in SESSION.parts(len(texts))]
+    texts, info = [MeasuredRequest(passes) for passes in each], ("eagle", "token", "chain-4")
+    return [result(*info, subset, subset.of(texts)) for subset in SESSION.parts(len(texts))]
 
 
 def test_answers_of_one_token_have_no_passes_and_no_tau() -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from eval.measures.losslessness import Gate
 from eval.measures.metrics import count_passes
-from eval.measures.results import DrafterInfo, MeasuredRequest, Measurement, result
+from eval.measures.results import MeasuredRequest, Measurement, result
 from eval.report.write import Report
 from heads.common.files import last_good, read_checked
 from heads.common.resolvers import ROOT, register_resolvers
@@ -313,7 +313,7 @@ def report_of(**changes: Any) -> Report:
     for name, key in itertools.product(names, tau):
         measurement = Measurement(f"proof_{key}.jsonl", 0.0, 1, 0, 0)
         requests = [MeasuredRequest(count_passes([1, 1], 2, 4))] * 9
-        rows.append(result(DrafterInfo(name, "greedy", "chain"), next(measurement.parts(9)), requests))
+        rows.append(result(name, "greedy", "chain", next(measurement.parts(9)), requests))
     gates = changes.get("gates", {names[-1]: Gate(9, 9 - failed, 0, failed)})
     return Report({}, {}, {}, gates, rows, extras={"paired": changes.get("paired", paired)})
 
