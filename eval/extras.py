@@ -93,7 +93,7 @@ def pieces(run: Generation, tokenizer: Any) -> Records:
     """
     passes = [0] + [index for index, step in enumerate(run.steps, 1) for _ in range(step.committed)]
     stream, records = TextStream(tokenizer), []
-    piece: Json = {}
+    piece = {}
     for token, source, index in zip(run.tokens, run.origins, passes, strict=True):
         piece = {"source": source, "step": index}
         if text := stream.push(token):

@@ -110,7 +110,7 @@ def coupled_check(
     params: RequestParams,
 ) -> losslessness.Gate:
     """Compare runs under coupled noise; near ties are those of the noisy probs."""
-    compared: list[tuple[losslessness.Divergence | None, bool]] = []
+    compared = []
     for ours, theirs, prompt in zip(baseline, drafted, prompts, strict=True):
         divergence, gap = losslessness.first_divergence(ours, theirs, prompt.id), None
         if divergence is not None and divergence.plain is not None and divergence.drafted is not None:
@@ -192,7 +192,7 @@ def _entered(
     text, one_more = [*prompt, *answer], replace(params, max_new_tokens=1, min_new_tokens=0)
     batch = acquire(target, drafter, size, [(text, one_more)])
     batch.reserve(needed_entries(target, text, one_more))
-    token, requests = torch.tensor(text, device=target.device), list[Request]()
+    token, requests = torch.tensor(text, device=target.device), []
     for slot in range(batch.size):
         requests.append(_request(target, prompt, answer, params, batch.cache.allocate(slot)))
         out = target.prefill(token[:-1], requests[slot].cache, batch.draft_batch.traits.feature_layers)

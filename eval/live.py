@@ -62,7 +62,7 @@ def measure(setup: Setup, repeats: int, warmup: Prompts, hf: bool, batch_size: i
     """
     target, drafters, prompts, params = setup
     assert not {results.BASELINE, HF} & set(drafters), "a drafter has a baseline's name"
-    runners: dict[str, Runner] = {
+    runners = {
         name: partial(speculate, target, drafter, params=params, batch_size=batch_size)
         for name, drafter in setup.all_drafters().items()
     }
@@ -245,7 +245,7 @@ def hf_generate(target: Target, prompt: Tokens, params: RequestParams) -> Genera
         return_dict_in_generate=True,
         output_scores=params.logit_gaps,
     )
-    token, times = torch.tensor([prompt], device=target.device), list[float]()
+    token, times = torch.tensor([prompt], device=target.device), []
     # It hands on the prompt, before its prefill, and then each token.
     clock = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
     generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel lacks
@@ -291,8 +291,8 @@ def serve(batch: Batch, prompts: Sequence[Tokens], when: Sequence[float], params
     until the next arrival. Results are in the order of the requests.
     """
     begin, waiting = time.perf_counter(), deque(range(len(prompts)))
-    running: list[int] = []
-    served: dict[int, Served] = {}
+    running = []
+    served = {}
     while waiting or batch.running:
         now = time.perf_counter() - begin
         if waiting and batch.free and when[waiting[0]] <= now:

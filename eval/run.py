@@ -70,7 +70,7 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
             gc.collect()  # memory may not hold two copies of a large target
             target = load_target(model, dtype, config.engine)
     drafters = load_drafters(config, target)
-    measured: Live = timed_rows(config, target, workloads, drafters, gates, sampled) if live else ([], [], {})
+    measured = timed_rows(config, target, workloads, drafters, gates, sampled) if live else ([], [], {})
     rows, texts, extras = measured
     if TEACHER_FORCED in config.tiers():
         given = logs or texts or generate_answers(config, target, workloads)

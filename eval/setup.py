@@ -65,7 +65,7 @@ def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
 
 def dtype_for(config: EvalConfig, model: ModelConfig) -> str:
     """Return the dtype to time in: the evaluation's, else the model's, else the device's fast one, which is logged."""
-    given: str | None = next((name for name in (config.dtype, model.dtype) if name != "auto"), None)
+    given = next((name for name in (config.dtype, model.dtype) if name != "auto"), None)
     if given is not None:
         return given
     chosen = fast_dtype(device_named(model.device))

@@ -166,7 +166,7 @@ def accepted_of(grown: TreeAcceptance, tree: TreeConfig, max_depth: int) -> tupl
 
 def replay(of: RankedText, tree: TreeConfig) -> list[tuple[int, int]]:
     """Return each step's drafted nodes and accepted tokens in decoding the text with a tree within the grown one."""
-    text, steps, written = of.text, list[tuple[int, int]](), 1
+    text, steps, written = of.text, [], 1
     shape = [] if tree.kind in BY_CONFIDENCE else tree.shape()
     while written < text.generated:
         max_depth = text.limit - written - 1
@@ -325,7 +325,7 @@ def teacher_forced_rows(
     the share of tokens by depth and rank among a head's guesses; `n_alpha` the acceptance rate of depth n + 1 after n
     drafted states, given the text's tokens; `at_every_token` P(a >= k) of chains that begin after every token.
     """
-    rows: list[ResultRow] = []
+    rows = []
     by_head: Statistics = {}
     for name, drafter in drafters.items():
         if not isinstance(drafter, HeadDrafter):

@@ -248,7 +248,7 @@ def step_seconds(
     """
     schedule = Schedule([ScheduleLine(1 + i, tree) for i, tree in enumerate(trees)])  # one line per tree
     seconds: list[list[float]] = [[] for _ in trees]
-    of_baseline: list[float] = []
+    of_baseline = []
     shuffle = random.Random(params.seed)
     with target.uncaptured(), Bar((1 + samples) * len(trees), f"timing steps, batch size {batch}") as bar:
         baseline = timed_steps(batch_of(target, Baseline(target.device), batch), prompts, params)

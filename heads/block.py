@@ -266,8 +266,8 @@ class Block(HeadModule):
         for layer, pair in zip(self.layers, context, strict=True):
             attend = partial(lambda pair, q, k, v: attend_rows(q, pair, [(k, v)], seen), pair)
             x = layer(x, LayerInputs(at, max_position, attend))
-        states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[DepthOutput]()
-        memory: Tensor | None = None
+        states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], []
+        memory = None
         for depth, state in enumerate(states.unbind(2), 1):
             token = drafted_token(features.token, depth, features.path).gather(1, anchor)
             before = self.context_of(state, token)

@@ -18,7 +18,7 @@ from heads import rows
 from heads.base import DepthOutput, Embeddings, Features, LevelNodes, LevelOutput, NewRows, embedding_of, token_id
 from heads.common.typed import LmHead, Parts
 from heads.eagle3 import Eagle3, FusedConfig
-from heads.modules.attention import KeyValue, attend_rows, pattern
+from heads.modules.attention import attend_rows, pattern
 from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after_roots
 from heads.modules.layers import LayerInputs
 from heads.shapes import Anchors, NodeStates, States, TokenIds
@@ -64,7 +64,7 @@ class PEagle(Eagle3):
         """Draft depth 1 from all rows, and further depths from the masked positions of every anchor."""
         self.check_depths(depths)
         position, length = rows.positions(features.document), self.config.length
-        max_position, context = position.shape[1] + depths, list[KeyValue]()
+        max_position, context = position.shape[1] + depths, []
         attn_pattern = pattern(position, length)
 
         def attend_true(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

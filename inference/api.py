@@ -131,7 +131,7 @@ def generate(
         ValueError: the prompt or a parameter is invalid; see `speculate`.
     """
     ids = text_ids(prompt, target.tokenizer) if isinstance(prompt, str) else prompt
-    stream, pieces = TextStream(target.tokenizer), list[str]()
+    stream, pieces = TextStream(target.tokenizer), []
 
     def receive(tokens: Tokens, origins: list[str]) -> None:
         for token, origin in zip(tokens, origins, strict=True):

@@ -81,12 +81,12 @@ def speculate(
         raise ValueError(
             f"there are {len(several)} params for {len(listed_prompts)} prompts: give one for all, or one each"
         )
-    requests: list[tuple[Tokens, RequestParams]] = list(zip(listed_prompts, several, strict=True))
+    requests = list(zip(listed_prompts, several, strict=True))
     for prompt, _ in requests:
         check_prompt(target, prompt)
     batch = acquire(target, drafter, min(batch_size, len(requests)), requests)
     waiting = deque(enumerate(requests))
-    generations: dict[int, Generation] = {}
+    generations = {}
     reported = [0] * len(requests)
     while waiting or batch.running:
         if waiting and batch.free:

@@ -75,7 +75,7 @@ def answer(
 
 def converse(target: Target, drafter: Drafter, lines: Iterable[str], params: RequestParams, console: Console) -> None:
     """Answer each line with the whole conversation as context; empty lines are skipped, a person is shown a sign."""
-    messages: list[dict[str, str]] = []
+    messages = []
     sign = "> " if sys.stdin.isatty() and lines is sys.stdin else ""
     console.out(sign, end="")
     for line in lines:

@@ -119,8 +119,8 @@ class DeviceStep:
         rows = result.tolist()  # the only place where the host waits for the device
         begin = time.perf_counter()
         width = accepted.path.shape[1]
-        live = dict[int, tuple[Tokens, list[int]]]()  # tokens and path of each sequence that goes on
-        steps = dict[int, Step]()
+        live = {}  # tokens and path of each sequence that goes on
+        steps = {}
         for slot in group:
             request = requests[slot]
             # Two counts, then tokens, path and ranks of `width` each, then logit gaps.
@@ -176,7 +176,7 @@ class DeviceStep:
         The requests have equal sampling parameters.
         """
         self.load_slots(requests)
-        tokens: Tokens = []
+        tokens = []
         for request in requests:
             request.cache.snapshot()  # of recurrent states, which the pass of a lone root does not copy
         for group in self.groups(requests):

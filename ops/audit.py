@@ -210,7 +210,7 @@ def audited(config: AuditConfig) -> Verdict:
 
 def run(audit: Audit) -> list[Finding]:
     """Run all checks and return their findings, speed last; `audit.asker.ended` is the reason of an early end."""
-    findings: list[Finding] = []
+    findings = []
     asker, server = audit.asker, audit.asker.sides[AUDITED]
     before = server.reading()
     for check, function in CHECKS.items():

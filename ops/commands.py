@@ -48,7 +48,7 @@ def split_config(cfg: DictConfig) -> tuple[DictConfig, DictConfig]:
 
 def overrides_of(values: Json, prefix: str = "") -> Overrides:
     """Return nested values as overrides."""
-    overrides: Overrides = []
+    overrides = []
     for key, value in values.items():
         if isinstance(value, dict):
             overrides += overrides_of(value, f"{prefix}{key}.")

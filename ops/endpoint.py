@@ -92,7 +92,7 @@ def measure(config: ServedConfig) -> Report:
     if config.baseline is not None:
         servers = {BASELINE: Server(config.baseline, config.client, BASELINE_KEY), **servers}
         servers[BASELINE].check_baseline_of(server)
-    measured: list[tuple[Measurement, dict[str, Runs]]] = []
+    measured = []
     # batch size -> greedy texts of the baseline and of the endpoint, and the prompt's id
     greedy = defaultdict[int, list[tuple[list[str], list[str], str]]](list)
     for job in jobs:

@@ -335,7 +335,7 @@ def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, in
     of which too few can be used, or are left for the comparison.
     """
     lines = list(growing(log, follow=False, poll=1.0))
-    counts: dict[str, int] = {}
+    counts = {}
     for trained, held_out, some in zip(TRAINED, HELD_OUT, (lines[since:], lines[:since]), strict=True):
         entries = list(dict.fromkeys(requests_of(iter(some), str(log))))  # without duplicates
         cut = len(entries) - round(loop.held_out * len(entries))

@@ -137,7 +137,7 @@ def watched(arrivals: Iterable[SpecDecodingStats], config: WatcherConfig) -> Out
 
     Accepted tokens per pass are cut to a scale and divided by it, so that rare large values do not keep bets small.
     """
-    accepted, count, rate = list[float](), config.reference, config.alarm_rate
+    accepted, count, rate = [], config.reference, config.alarm_rate
     scale, mean, alarm = 1.0, None, None
     with suppress(KeyboardInterrupt):
         for passes in arrivals:

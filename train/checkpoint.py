@@ -339,7 +339,7 @@ def partition(state: TrainState, rank: int, world: int) -> tuple[NamedTensors, l
 
     The processes take turns. Every process reads every tensor, since gathering a sharded tensor is a collective call.
     """
-    tensors: NamedTensors = {}
+    tensors = {}
     names = state.names()
     for index, name in enumerate(names):
         value = state.read(name)

@@ -173,7 +173,7 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     that is timed. A run without any possible placement is refused with the first one's reason.
     """
     shares: dict[float, RunConfig] = {}
-    errors: list[ValueError] = []
+    errors = []
     several = run.launcher.world > 1
     placements: tuple[str, ...] = (run.model.placement,)
     strategies: tuple[str, ...] = (run.launcher.strategy,)

@@ -233,7 +233,7 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     if init == CHECKPOINT:
         module = load_mtp(target, checkpoint)
         config, loaded = replace(config, raw_state=module.config.raw_state), module.state_dict().items()
-        start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
+        start = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
     else:
         start = last_layer(config, target)
     odd = mismatch(config, start, target) if init == CHECKPOINT else incompatibility(config, target)
@@ -289,7 +289,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
         return
     layer = last_layer(head.config, target)
-    block: Any = head.get_submodule(head.first_layer)
+    block = head.get_submodule(head.first_layer)
     residual = block.self_attn.o_proj, block.mlp.down_proj
     if isinstance(head, Eagle):  # scales the layer to the target's final norm
         gain = final_gain(read(0), head.fc.weight.device).to(head.fc.weight)
@@ -350,7 +350,7 @@ def fit_linear(
 
     Each process sums over its part of the first steps, and the sums are reduced.
     """
-    given: NamedTensors = {}
+    given = {}
     hooks = [
         module.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0]}))
         for name, module in (("input", linear), ("state", getattr(head, "norm", linear)))

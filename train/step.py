@@ -246,7 +246,7 @@ class Stepper:
         table = self.accelerator.reduce(table, "sum")
         table[1:-1] /= trained  # the loss is a mean already
         *means, norms, rows = torch.cat([table, trained[None]]).tolist()  # the only read of the host
-        metrics: Json = dict(zip(totals, means, strict=True))
+        metrics = dict(zip(totals, means, strict=True))
         numbers = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy"), **metrics}
         numbers |= {"grad_norm": norms[0] / self.accelerator.num_processes, "rows": int(rows[0])}
         if self.rollouts is not None:

@@ -48,7 +48,7 @@ class Engine:
     def answer(self, chats: Iterable[OngoingChat]) -> Iterator[Outcome]:
         """Answer all chats; the next turn of a running chat comes before a new chat."""
         source, waiting = iter(chats), deque[OngoingChat]()
-        answering: list[Answering] = []
+        answering = []
         while True:
             while self.batch.free:
                 chat = waiting.popleft() if waiting else next(source, None)

@@ -104,8 +104,8 @@ class Answers:
 
     def finished(self) -> tuple[dict[str, Entry], dict[str, str]]:
         """Return the entries of all processes' finished chats by id, and the causes of those that only failed."""
-        entries: dict[str, Entry] = {}
-        failures: dict[str, str] = {}
+        entries = {}
+        failures = {}
         for file in sorted(self.parts.glob("*-of-*.jsonl")):
             for start, end, line in _lines(file):
                 if line["failed"]:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -49,10 +49,9 @@ class Layers(NamedTuple):
     def of(self, target: Target | EmbeddingsOnly) -> tuple[int, ...]:
         """Return the layers for a target; refuse unknown ones."""
         if self.named is None:
-            kind: Any = HEADS[self.head.name]
+            kind = HEADS[self.head.name]
             with torch.device("meta"):
-                layers: tuple[int, ...] = kind(self.head, target.embeddings).feature_layers
-            return layers
+                return kind(self.head, target.embeddings).feature_layers
         count = target.spec.num_layers
         if any(not 0 <= layer < count for layer in self.named) or len(set(self.named)) < len(self.named):
             raise ValueError(f"layers is {self.named}: give different layers from 0 to {count - 1}")

@@ -256,7 +256,7 @@ class ServedFeatures(ReadAhead[list[PendingSequence]]):
     def begin(self, batch: Batch) -> list[PendingSequence]:
         """Request a micro-batch's documents."""
         length, width, pin = self.batches.packed.token.shape[1], self.servers.width, self.device.type == "cuda"
-        zeros, pending = partial(torch.zeros, dtype=self.request.dtype, pin_memory=pin), list[PendingSequence]()
+        zeros, pending = partial(torch.zeros, dtype=self.request.dtype, pin_memory=pin), []
         for index in batch.index.clamp_min(0).tolist():  # -1 pads with the first sequence
             states = States(zeros(1, length, len(self.request.layers), width), zeros(1, length, width))
             documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, index)]

@@ -196,7 +196,7 @@ class FeatureStore:
         name, index = self._location[sequence]
         try:
             opened = self._opened(name)
-            names: list[str] = list(opened.keys())
+            names = list(opened.keys())
             tensors = {key: opened.get_slice(key)[index : index + 1] for key in names}
             digest = self.entries[name].digests[index]
         except (OSError, SafetensorError, IndexError, TypeError, RuntimeError, OverflowError) as error:
@@ -316,7 +316,7 @@ def start(target: Target, token: Sequences, document: Sequences, spec: StoreSpec
     def copy(tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=on_gpu)  # from a GPU to pinned memory
 
-    sequences: NamedTensors = {}
+    sequences = {}
     for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last_hidden}.items():
         encoded = encode(tensor, spec.dtype)
         sequences[name] = copy(encoded.value)

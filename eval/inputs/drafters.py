@@ -106,7 +106,7 @@ def check_drafters(config: DraftersConfig) -> None:
 
 def load_drafters(config: DraftersConfig, target: Target) -> Drafters:
     """Return the configured drafters; refuse what `check_drafters` refuses, and heads of other targets."""
-    drafters: Drafters = {}
+    drafters = {}
     for name, options in config.drafter.items():
         if name == "head":
             drafters.update(_heads(config, target))

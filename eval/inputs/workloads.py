@@ -226,7 +226,7 @@ def collect_prompts(
     """
     most = selection.prompts + selection.warmup
     readable_records = islice(read_prompts(locate(name)), SEARCHED if selection.balanced else most)
-    records: list[Indexed] = list(enumerate(readable_records))
+    records = list(enumerate(readable_records))
     if not records:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
     selected = records

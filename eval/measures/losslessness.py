@@ -330,7 +330,7 @@ def gate(baseline: Sequence[Generation], drafted: Sequence[Generation], ids: Seq
 
 def gate_of(compared: Iterable[tuple[Divergence | None, bool]]) -> Gate:
     """Return the gate, given each prompt's divergence (if any) and whether it is a near tie."""
-    verdicts: list[str] = []
+    verdicts = []
     failures: list[Divergence] = []
     ties: list[Divergence] = []
     for divergence, tied in compared:

@@ -183,7 +183,7 @@ def known(requests: Requests, key: str) -> list[Any]:
 
 def by_request(requests: Requests, base: Requests | None = None) -> dict[str, dict[str, float]]:
     """Return the quantiles over the requests of τ, tokens per second, latencies and, over `base`, the speedup."""
-    values: dict[str, list[float | None]] = {
+    values = {
         "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in known(requests, "passes")],
         "tokens_per_second": [metrics.speed(known([request], "decoding")) for request in requests],
         "user_tokens_per_second": [request.user_speed for request in requests],

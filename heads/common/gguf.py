@@ -70,7 +70,7 @@ def dequantised(path: str) -> str:
         return folder
     new = _folder(Path(folder, given["gguf_file"]))
     # Since 5.24 transformers keeps the quantised blocks, and it cannot save a model that has them.
-    kind: Any = getattr(transformers, "GgufConfig", None)
+    kind = getattr(transformers, "GgufConfig", None)
     options = {"quantization_config": kind(dequantize=True)} if kind else {}
     with claim(new.with_suffix(".lock"), wait=True):
         if not new.is_dir():

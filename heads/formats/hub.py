@@ -83,7 +83,7 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: store
     """
     if not REPO.fullmatch(name):
         raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter is")
-    kind: Any = HEADS[config.name]
+    kind = HEADS[config.name]
     head: nn.Module = kind(config, embeddings)
     index, layers = downloaded(name, [store.INDEX]) / store.INDEX, embeddings.num_layers
     named = shards(index).items() if index.is_file() else ()

@@ -48,7 +48,7 @@ def read_adapter(folder: Path) -> Adapter:
         raise ValueError(f"{path}: not a head's adapter, which has peft_type LORA, whole r and lora_alpha, and a base")
     if odd := next((key for key in FURTHER if config.get(key)), None):
         raise ValueError(f"{path}: {odd} is {shown(config[odd])}; of adapters, only plain low-rank factors are read")
-    path, factors = folder / WEIGHTS, dict[str, tuple[Tensor, Tensor]]()
+    path, factors = folder / WEIGHTS, {}
     tensors = read_weights(path)
     for name in [name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)]:
         down, up = tensors.pop(name + DOWN).float(), tensors.pop(name + UP, torch.empty(0)).float()

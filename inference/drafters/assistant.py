@@ -41,7 +41,7 @@ class Vocabulary:
     def __init__(self, target: Target, assistant: Target, match: str) -> None:
         self.target_tokenizer, self.assistant_tokenizer = target.tokenizer, assistant.tokenizer
         self.size = target.embeddings.vocab_size
-        self.is_same, self.texts, self.ids = match == "same", dict[int, str](), dict[str, int]()
+        self.is_same, self.texts, self.ids = match == "same", {}, {}
         if self.is_same:
             if self.target_tokenizer.get_vocab() != self.assistant_tokenizer.get_vocab():
                 raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: use match=tli")

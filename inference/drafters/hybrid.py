@@ -94,7 +94,7 @@ class HybridBatch(HostBatch):
     def begin(self, contexts: Contexts, longest: int) -> DraftPlan:
         """Choose the lookups of higher expected acceptance; the other drafter drafts for the rest, if there is one."""
         plan = super().begin(contexts, longest)
-        self.looked_up, taken = self.proposals, list[Proposal | None]()
+        self.looked_up, taken = self.proposals, []
         for slot, proposal in enumerate(self.looked_up):
             taken.append(proposal)
             if proposal is not None:

@@ -90,7 +90,7 @@ class Window(DrafterState):
         # Columns beyond the end of the answer are dropped.
         width = max(0, min(len(self.levels[0]), max_draft_depth - self.config.ngram + 3))
         self.levels = [level[:width] for level in self.levels]
-        token, parent, node_of = [root], [-1], dict[tuple[int, int], int]()
+        token, parent, node_of = [root], [-1], {}
         for ngram in reversed(self.pool.get(root, {})):  # common prefixes once
             node = 0
             for drafted in ngram[:max_draft_depth]:

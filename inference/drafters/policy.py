@@ -338,7 +338,7 @@ def grow_batch(
         tree = trees.best_n(growth.build(), scores, config.nodes)
         return tree, trees.ancestors(tree), None
     samples = None if config.kind == "static" else roots.samples
-    q: list[Tensor] = []  # not list[Tensor](), which dynamo does not trace
+    q = []
     growth = TreeBuilder(head, state, level, roots, full=samples is not None)
     levels, ancestors = _shape(_paths(config, head.max_depth), level.logits.device)
     for shape in levels:
@@ -383,7 +383,7 @@ class ShapeLevel(NamedTuple):
 @cache
 def _shape(paths: tuple[RankPath, ...], device: torch.device) -> tuple[list[ShapeLevel], Bool[Tensor, "1 N N"]]:
     """Return the levels of a fixed shape, and its ancestor mask with the root's first; both are cached."""
-    levels: list[ShapeLevel] = []  # not list[ShapeLevel](), which dynamo does not trace
+    levels = []
     above: list[RankPath] = [()]
     parents = {path[:-1] for path in paths}
     for depth in range(1, max(map(len, paths)) + 1):

@@ -82,7 +82,7 @@ class RecyclingState(DrafterState):
     def propose(self, context: DraftContext) -> Proposal:
         """Fill the tree from its root on."""
         token, parent = [context.token[-1]], [-1]
-        index: dict[int, int] = {0: 0}  # node of the shape -> node of the tree
+        index = {0: 0}  # node of the shape -> node of the tree
         for node, (depth, above, rank) in enumerate(self.drafter.nodes, 1):
             if depth > context.max_draft_depth:
                 break

@@ -46,8 +46,7 @@ def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
     kind, config = configured(name, options)
     if hasattr(config, "tree"):
         check_tree(target, config.tree, f"drafter.{name}")
-    drafter: Drafter = kind(config, target, name)
-    return drafter
+    return kind(config, target, name)
 
 
 def configured(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ targets verify chains.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -178,7 +178,7 @@ class Storage:
     def _add(self, layout: Layout) -> None:
         """Allocate these layers' buffers."""
         specs = [spec for pair in layout.values() for spec in pair]
-        buffers: dict[KVSpec, Iterator[Tensor]] = {}
+        buffers = {}
         for spec in dict.fromkeys(specs):
             # Zeros: unwritten entries are masked, but a NaN would come through a mask.
             shape = specs.count(spec), self.size, spec.groups, self.capacity, spec.width

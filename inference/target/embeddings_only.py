@@ -62,7 +62,7 @@ class EmbeddingsOnly:
             parts = [model.get_input_embeddings(), model.get_output_embeddings(), final_norm(model.base_model, count)]
             if any(len(list(module.buffers())) for module in parts):
                 raise ValueError("they compute with more than weights")
-            files, loaded = tensor_files(path), dict[str, nn.Parameter]()
+            files, loaded = tensor_files(path), {}
             stored = stored_names(model, files)
             names = {id(value): name for name, value in model.named_parameters()}
             for module in parts:  # tied weights have one name, and stay tied

@@ -79,7 +79,7 @@ def check_method(quantize: str | None) -> None:
 
 def saved_quantization(configured: PreTrainedConfig) -> Json | None:
     """Return a checkpoint's quantisation config, None if its weights are not quantised."""
-    saved: Any = getattr(configured, "quantization_config", None)
+    saved = getattr(configured, "quantization_config", None)
     return saved if saved is None or isinstance(saved, dict) else dict(vars(saved))
 
 
@@ -94,7 +94,7 @@ def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | Non
     if saved is None:
         folder, _ = resolve_gguf(path)  # or the Hub's cache
         file = cached_file(folder, MODELOPT, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-        values: Any = {} if file is None else parsed_file(Path(file), "download it again")
+        values = {} if file is None else parsed_file(Path(file), "download it again")
         described = values.get("quantization") if isinstance(values, dict) else None
         algorithm = described.get("quant_algo") if isinstance(described, dict) else None
         name = algorithm and f"{shown(algorithm)} ({MODELOPT})"
@@ -177,7 +177,7 @@ def load(
     if lost is not None:
         log.warning("%s: %s; %s", path, lost, mtp_layouts.REMEDY)
     if quantized:  # the linear layers, and not the tables that heads read
-        weight: Any = getattr(model.get_output_embeddings(), "weight", None)
+        weight = getattr(model.get_output_embeddings(), "weight", None)
         if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() == 1:
             raise ValueError(
                 f"model.path={path}: its lm_head is quantised, but heads read it as it is; take a checkpoint that "
@@ -238,7 +238,7 @@ def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]
 
 def method_of(model: "transformers.PreTrainedModel") -> str | None:
     """Return transformers' name of a loaded model's quantisation; None for none."""
-    quantizer: Any = getattr(model, "hf_quantizer", None)
+    quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         return None
     method = quantizer.quantization_config.quant_method
@@ -304,14 +304,14 @@ def merge_adapter(
         hashed = adapter_fingerprint(checkpoint.fingerprint(model, path), folder)
         import peft
 
-        config: Any = peft.PeftConfig.from_pretrained(str(folder))
+        config = peft.PeftConfig.from_pretrained(str(folder))
         if config.is_prompt_learning:
             raise ValueError(f"{config.peft_type.value} adds tokens, not weights, and cannot be merged")
-        wrapped: Any = peft.PeftModel(model, config)
-        report: Any = wrapped.load_adapter(str(folder), "default", torch_device=str(model.device))
+        wrapped = peft.PeftModel(model, config)
+        report = wrapped.load_adapter(str(folder), "default", torch_device=str(model.device))
         if odd := [*report.missing_keys, *report.unexpected_keys]:
             raise ValueError(f"only one of both has {odd[0]}")
-        merged: Any = wrapped.merge_and_unload()
+        merged = wrapped.merge_and_unload()
     except (*UNFIT, re.error) as error:
         reason = one_line(error)[:300]
         raise ValueError(

@@ -47,5 +47,4 @@ def forward(layer: nn.Linear, x: Tensor) -> Tensor:
     if entry is None or entry[0] != state:
         mkldnn: Any = torch.ops.mkldnn
         entry = PACKED[layer] = state, mkldnn._reorder_linear_weight(weight.detach(), MAX_ROWS)
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, entry[1], layer.bias, "none", [], "")
-    return out
+    return torch.ops.mkldnn._linear_pointwise(x, entry[1], layer.bias, "none", [], "")

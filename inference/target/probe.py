@@ -12,13 +12,11 @@ the hidden states differ by 0.5 (docs/targets.md, "Rounding and masks").
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from heads.common.typed import Json
 from inference.target.attention import FULL, GROUPED, SLIDING, Ragged, spans_of
 from inference.target.model import TargetModel, TargetOutput
 from inference.verification.tree import DraftTree, ancestors, chain
@@ -45,7 +43,7 @@ def check(target: TargetModel) -> bool:
         ValueError: it does not run on a key-value cache, lm_head of the last hidden state is not the model's logits, or
             even a chain cannot be verified.
     """
-    window: Any = getattr(target.config, APPLIED, None)
+    window = getattr(target.config, APPLIED, None)
     if window is not None and getattr(target.model, "_supports_attention_backend", False):
         setattr(target.config, APPLIED, min(window, PROMPT))
     try:
@@ -208,7 +206,7 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 
 def windows(model: "transformers.PreTrainedModel", context: int) -> dict[str, int]:
     """Return the windows and chunks that are smaller than `context`, by their keys in the configuration."""
-    values: Json = vars(model.config.get_text_config())
+    values = vars(model.config.get_text_config())
     return {
         key: value for key, value in values.items() if WINDOW.search(key) and type(value) is int and 1 < value < context
     }

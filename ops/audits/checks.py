@@ -22,7 +22,6 @@ from ops.audits.compare import (
     SIDES,
     Asked,
     Audit,
-    Difference,
     Finding,
     ask_text,
     compare_answers,
@@ -342,7 +341,7 @@ def parsed(text: str) -> Any:
 
 def checked(audit: Audit, fault: str, questions: Questions, holds: Holds) -> Finding:
     """Return the finding on a property; a violation counts if the baseline, asked twice, has the property."""
-    held, shared, differences, error = 0, 0, list[Difference](), "no such questions"
+    held, shared, differences, error = 0, 0, [], "no such questions"
     for question in questions:
         theirs, ours = (audit.asker.one(side, question) for side in (BASELINE, AUDITED))
         if theirs.error:

@@ -289,7 +289,7 @@ def compare_answers(
 
     `fault` is the fault that a failure of this check suggests; `before` maps question ids to earlier questions.
     """
-    differences, count, error = list[Difference](), 0, "there are no such questions"
+    differences, count, error = [], 0, "there are no such questions"
     for question, reply in [*answers]:  # all questions are asked before any comparison
         if errors := [theirs.error for theirs in audit.answers[question.content] if theirs.error]:
             error = f"the baseline does not answer: {errors[0]}"

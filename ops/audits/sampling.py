@@ -8,7 +8,7 @@ for any distributions. Fisher's exact test compares how often a seed gives the s
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ def sampling(audit: Audit, check: str) -> Finding:
     settings |= {"top_p": 0.4} if check == "sampling_top_p" else {}
     questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
     rng, level = np.random.default_rng(config.seed), config.alpha / len(SUSPECTED)
-    in_flight, summaries = min(IN_FLIGHT, max(config.concurrency)), list[str]()
+    in_flight, summaries = min(IN_FLIGHT, max(config.concurrency)), []
     for first, count in ((0, config.samples), (2 * config.samples, AGAIN * config.samples)):
         replies = []  # prompt -> server -> answers, each with its own seed
         for question in questions:
@@ -84,7 +84,7 @@ def kernel_of(ours: Sequence[str], theirs: Sequence[str]) -> Array:
 
     The features are first words, n-grams and the length (as unary counts).
     """
-    features: list[Counter[Hashable]] = []
+    features = []
     for words in map(words_of, (*ours, *theirs)):
         begins = [("begins", *words[:size]) for size in range(1, OPENING + 1)]
         ngrams = [tuple(words[i : i + size]) for size in range(1, NGRAM + 1) for i in range(len(words) - size + 1)]

@@ -69,7 +69,7 @@ def apply_launch_environment(launcher: Any, accelerators: int) -> None:
     """
     variable = os.environ.get
     if among_tasks() and (not launched() or PARENT in os.environ):
-        tasks, counts, number = _tasks(), list[int](), int(variable("SLURM_NODEID", "0"))
+        tasks, counts, number = _tasks(), [], int(variable("SLURM_NODEID", "0"))
         listed = variable("SLURM_STEP_TASKS_PER_NODE") or variable("SLURM_TASKS_PER_NODE", "")
         for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):  # "4(x2),3" for nodes of 4, 4 and 3
             counts += [int(count)] * int(times or 1)

@@ -84,7 +84,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
     if TEMPLATE in provenance:
         reference[TEMPLATE] = provenance[TEMPLATE]
     with tempfile.TemporaryDirectory() as temporary:
-        source, refused = head, dict[str, str]()
+        source, refused = head, {}
         if config.format or config.base:
             source = Path(temporary) / "head"
         if config.format:

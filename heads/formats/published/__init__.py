@@ -23,7 +23,6 @@ dflash.py     DFlash, DSpark and DFlash2: vLLM, SGLang; Domino: SGLang
 
 import re
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -50,7 +49,7 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
     Only the target's hidden size and vocabulary can be checked: published heads do not identify its weights. Refuse, in
     one line, an unknown format, a damaged file, other tensors than the head's, and options that heads here do not have.
     """
-    module: Any = FORMATS[format_of(folder)]  # the tensor names are checked before tensors are read
+    module = FORMATS[format_of(folder)]  # the tensor names are checked before tensors are read
     source = PublishedHead(folder, config_of(folder), without_prefix(stored_tensors(folder)))
     try:
         plan = module.read(source, embeddings)

@@ -13,7 +13,6 @@ token fewer than the block has positions.
 import torch
 
 from heads.base import Embeddings, draft_size, embedding_of
-from heads.common.typed import Json
 from heads.formats.published import plan
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
 from heads.modules.fusion import DFLASH_LAYERS
@@ -143,7 +142,7 @@ def engines(source: Export) -> ExportedHead:
     if options.mask_token is None or not same:
         what = "was trained" if options.mask_token is None else f"is not the target's embedding of token {token}"
         raise source.refusal(f"a mask slot that {what}", "and the format has the target's embedding of a token there")
-    terms: Json = {}
+    terms = {}
     if options.domino is not None:
         terms = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": options.from_anchor}
         terms |= {"gru_hidden_dim": options.domino, "emb_dim": options.domino_rank}

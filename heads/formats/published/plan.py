@@ -121,7 +121,7 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
             f"the tensors are not those of the {plan.head} head in its config: missing {shown(missing)}, unknown "
             f"{shown(unknown)}"
         )
-    loaded: NamedTensors = {}
+    loaded = {}
     for name, mine in expected_tensors.items():
         tensor = filled[name] if name in filled else source.tensors[read[name]]
         foreign = read.get(name, name)

@@ -155,7 +155,7 @@ def rate(target: Target, skips: SkipSet, texts: list[Text], tree_depth: int) -> 
     One pass per text: a copy of each row runs through the remaining layers and attends to the full rows before it and
     to itself, as the first row of a draft does. Deeper drafts, which also attend to drafted rows, are assumed as good.
     """
-    partial_target, correct, best = LayerSkippedTarget(target, skips), list[Tensor](), Rating(0.0, 0, 0.0, 0.0)
+    partial_target, correct, best = LayerSkippedTarget(target, skips), [], Rating(0.0, 0, 0.0, 0.0)
     for token, prompt, cache in texts:
         column = torch.arange(len(token), device=token.device)
         position = column[prompt - 1 : -1]
