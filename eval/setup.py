@@ -15,9 +15,10 @@ from heads.common.files import check_writable
 from heads.common.progress import Bar, print_above_bars
 from heads.common.typed import Json
 from heads.common.untrusted import visible
-from heads.formats.hub import made_for, schedule_of
+from heads.formats.hub import made_for
 from heads.formats.store import CONFIG
 from inference.decode import autoregress
+from inference.drafters.head import saved_trees
 from inference.target.config import ModelConfig, device_named, fast_dtype
 from inference.target.loading import configuration, note_dtype
 from inference.target.placement import check_single_process
@@ -95,10 +96,14 @@ def remarks_of(config: EvalConfig, target: Target) -> list[str]:
         remarks.append(
             f"the target is sharded among {distributed.get_world_size()} processes, which all decode the same"
         )
-    runs = [*config.runs(), *config.compare]
+    runs = config.runs() + config.compare
     heads = find_heads(runs, config.drafter) if target.sibling or "head" in config.drafter else {}
     if "head" in config.drafter and all(value is None for value in config.tree.values()):
-        tuned = [name for name, at in heads.items() if (at.parent / TUNED).is_file() or schedule_of(at, {}) is not None]
+        tuned = [
+            name
+            for name, folder in heads.items()
+            if (folder.parent / TUNED).is_file() or saved_trees(folder, {})[1] is not None
+        ]
         others = ", ".join(name for name in heads if name not in tuned)
         if tuned and others:
             remarks.append(

@@ -38,7 +38,7 @@ from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch, batch_of
 from inference.decode import RequestParams
-from inference.drafters.head import HeadDrafter, load_for, saved_tree
+from inference.drafters.head import HeadDrafter, load_for, saved_trees
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import Schedule, ScheduleLine, TreeConfig, best_schedule
 from inference.request import clock
@@ -168,7 +168,7 @@ def tune(config: TuneConfig, target: Target, prompts: Prompts) -> Tuning:
         raise ValueError(
             f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
         )
-    head, current = load_for(folder, target), saved_tree(folder, config.tree)
+    head, current = load_for(folder, target), saved_trees(folder, config.tree)[0]
     answered = [
         (prompt, text)
         for prompt in progress(prompts, "writing the texts")

@@ -26,7 +26,7 @@ from heads.formats.published import is_published
 from heads.formats.store import read_config
 from inference.batch import DrafterLike, SwappableDrafter
 from inference.decode import Generation, RequestParams, speculate
-from inference.drafters.head import load_drafter, saved_tree
+from inference.drafters.head import load_drafter, saved_trees
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.request import RequestConfig
@@ -93,7 +93,7 @@ def loaded(config: GenerateConfig, target: Target | None = None) -> tuple[Target
     """
     folder = resolve_head(config.run) if config.run else None
     if folder is not None:
-        saved_tree(folder, config.tree)  # an invalid tree fails before the target is loaded
+        saved_trees(folder, config.tree)  # an invalid tree fails before the target is loaded
     if target is None:
         target, name = Target.of(target_of(config, folder)), "head"
     else:

@@ -47,7 +47,7 @@ from heads.common.command import command
 from heads.common.typed import Count, Decay, Json, NewTokens, Positive, Within, typed
 from heads.common.untrusted import parse_json, visible
 from heads.formats.hub import resolve_head
-from inference.drafters.head import HeadDrafter, load_drafter, saved_tree
+from inference.drafters.head import HeadDrafter, load_drafter, saved_trees
 from inference.drafters.policy import BY_CONFIDENCE
 from inference.target.target import Target
 from ops.served import Metrics, Record
@@ -341,7 +341,7 @@ def player(run: str, given: Record, tree: Record, config: WatcherConfig, name: s
     a run without a head, and a tree that the head cannot draft.
     """
     folder = resolve_head(run)
-    saved_tree(folder, tree)
+    saved_trees(folder, tree)
 
     @cache
     def load() -> tuple[Target, HeadDrafter]:

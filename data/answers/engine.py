@@ -18,7 +18,7 @@ from data.text.records import LoggedAnswer
 from heads.common.progress import update_bar
 from heads.formats.hub import resolve_head
 from inference.batch import batch_of
-from inference.drafters.head import load_drafter, saved_tree
+from inference.drafters.head import load_drafter, saved_trees
 from inference.drafters.plain import Baseline
 from inference.drafters.registry import configured, make
 from inference.protocol import Drafter
@@ -113,7 +113,7 @@ def check_drafter(options: Options, run: str | None, tree: Options) -> tuple[str
     if run is not None:
         if name not in ("plain", "head"):
             raise ValueError(f"run={run} has its head draft, and drafter={name} another source: give one of the two")
-        saved_tree(resolve_head(run), tree)
+        saved_trees(resolve_head(run), tree)
     elif name != "plain":
         configured(name, values)
     return name, values

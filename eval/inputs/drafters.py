@@ -11,7 +11,7 @@ from heads.common.untrusted import names_code, parse_yaml, parsed_file
 from heads.formats.hub import kind_of, resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
-from inference.drafters.head import load_drafter, saved_tree
+from inference.drafters.head import load_drafter, saved_trees
 from inference.drafters.host import HostDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.registry import configured, make
@@ -97,7 +97,7 @@ def check_drafters(config: DraftersConfig) -> None:
     for name, options in config.drafter.items():
         if name in ("head", "hybrid"):
             for folder in head_folders(config).values():
-                saved_tree(folder, config.tree)
+                saved_trees(folder, config.tree)
         if name == "hybrid":
             configured("hybrid.lookup", build(Hybrid.Config, dict(options), "drafter.hybrid").lookup)
         elif name not in ("head", "plain"):
@@ -125,7 +125,7 @@ def load_drafters(config: DraftersConfig, target: Target) -> Drafters:
 
 def head_folders(config: DraftersConfig) -> dict[str, Path]:
     """Return the heads' folders by their names in the report."""
-    runs = [*config.runs(), *config.compare]
+    runs = config.runs() + config.compare
     if not runs:
         raise ValueError("run is missing: give run=outputs/NAME, or drafter=plain to measure only the target")
     return find_heads(runs, config.drafter)

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from heads.common.connection import TRANSPORT, check_reachable
 from heads.common.errors import one_line
 from heads.common.files import last_good
 from heads.common.resolvers import ROOT
-from heads.common.typed import Json, typed
+from heads.common.typed import typed
 from heads.formats import lora, store
 from heads.formats.checkpoint import read_module
 from heads.formats.mtp_layouts import layout_of, prefixes
@@ -128,24 +128,6 @@ def kind_of(folder: Path) -> str:
         return str(store.read_config(folder)["head"]["name"])
     name = format_of(folder)
     return KINDS.get(name, name)
-
-
-def tree_of(folder: Path, given: Mapping[str, Any]) -> Json:
-    """Return the tree saved with a head, overridden by the `given` values that are not None; refuse a missing value."""
-    chosen = {key: value for key, value in given.items() if value is not None}
-    if not is_published(folder):
-        return {**store.read_config(folder)["tree"], **chosen}
-    if "kind" not in chosen:
-        raise ValueError(
-            f"{folder}: a head in an engine's format brings no tree: give tree=chain, tree=dynamic or another"
-        )
-    return chosen
-
-
-def schedule_of(folder: Path, given: Mapping[str, Any]) -> Any:
-    """Return the lines of a head's saved schedule; None without a schedule, or if the user gives a tree."""
-    given_tree = any(value is not None for value in given.values())
-    return None if given_tree or is_published(folder) else store.read_config(folder).get(store.SCHEDULE)
 
 
 def on_hub(name: str) -> bool:

@@ -13,8 +13,10 @@ from heads.base import DraftHead, Features, NewRows, Tokens
 from heads.common.errors import one_line
 from heads.common.typed import typed
 from heads.formats.checkpoint import module_files, read_module
-from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
+from heads.formats.hub import load_found, sibling_spec
 from heads.formats.mtp_layouts import BLOCK, REMEDY, promise
+from heads.formats.published import is_published
+from heads.formats.store import SCHEDULE, read_config
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attention
 from heads.mtp import TARGET, Mtp
@@ -185,20 +187,24 @@ class HeadBatch(DraftBatch):
         self.buffers.each(write, level)
 
 
-def saved_tree(folder: Path, given: Given) -> TreeConfig:
-    """Return the tree that a head was saved with, with given values in place of its own; None keeps one."""
-    return saved_trees(folder, given)[0]
-
-
 def saved_trees(folder: Path, given: Given) -> tuple[TreeConfig, Schedule | None]:
-    """Return the tree of `saved_tree`, and the schedule that a head was saved with, which a given tree replaces.
+    """Return the tree that a head was saved with, overridden by the given values that are not None, and its schedule.
+
+    There is no schedule if the head was saved without one, or if a value of the tree is given.
 
     Raises:
         ValueError: a published head has no tree, and none is given; or a tree or schedule is invalid.
     """
-    values, lines = tree_of(folder, given), schedule_of(folder, given)
+    chosen = {key: value for key, value in given.items() if value is not None}
+    published = is_published(folder)
+    if published and "kind" not in chosen:
+        raise ValueError(
+            f"{folder}: a head in an engine's format brings no tree: give tree=chain, tree=dynamic or another"
+        )
+    saved = {"tree": {}} if published else read_config(folder)
+    lines = None if chosen else saved.get(SCHEDULE)
     try:
-        tree = typed(TreeConfig, values, "tree")
+        tree = typed(TreeConfig, saved["tree"] | chosen, "tree")
         return tree, None if lines is None else typed(Schedule, {"lines": lines}, "schedule")
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
