@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
 from heads.common.typed import SEVERAL, Amount, Count, Json, NewTokens, Number, OneOf, Positive, Within, from_yaml
 from inference.request import RequestConfig
-from inference.target.config import DTYPES, Dtype
+from inference.target.config import Dtype, NamedDtype
 from inference.verification.rules import is_lossy
 
 OWN, RECORDED = TEXTS = ("own", "recorded")
@@ -107,7 +107,7 @@ class EvalConfig(TuneConfig, Selection):
     out: str | None
     model: Json
     dtype: Dtype
-    gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    gate_dtype: NamedDtype
     # The negative control's total variation is at most p (1 - p).
     gate_tv: Annotated[float, Within(0, 0.25, above=True, below=True)]
     hf: bool

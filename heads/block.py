@@ -46,7 +46,7 @@ from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.vocab import DraftLmHead, VocabularyLinear
 from heads.rows import drafted_token, gather_parents, last_rows, next_token, positions, scatter_rows
-from heads.shapes import Anchors, Inputs, Logits, Nodes, Rows, Sequences, States, TokenIds
+from heads.shapes import Anchors, Inputs, LayerRows, Logits, Nodes, Rows, Sequences, States, TokenIds
 
 Position = Float[Tensor, "*#n D"]  # a state of a block's position, which may serve several nodes
 PositionLogits = Float[Tensor, "*#n W"]
@@ -220,7 +220,7 @@ class Block(HeadModule):
         self.selector = None if edges is None else Selector(width, edges, config.selector_top_k, size)
         self.confidence = nn.Linear(width + (rank or 0), 1) if config.confidence else None
 
-    def context(self, hidden: Float[Tensor, "B T L D"], position: Sequences, max_position: int) -> tuple[KeyValue, ...]:
+    def context(self, hidden: LayerRows, position: Sequences, max_position: int) -> tuple[KeyValue, ...]:
         """Return every layer's keys and values from the target's features."""
         fused = self.hidden_norm(self.fusion(hidden))
         layers: Any = self.layers

@@ -7,6 +7,7 @@ Sequences = Int[Tensor, "B T"]  # a whole number for each row: its token, docume
 PerSequence = Int[Tensor, "B"]
 RowMask = Bool[Tensor, "B T"]
 Rows = Float[Tensor, "B T D"]  # a state for each row
+LayerRows = Float[Tensor, "B T L D"]  # a state of each row after each layer that is read
 RowInputs = Float[Tensor, "B T X"]
 Paths = Int[Tensor, "B T d"] | None  # the row whose token each row drafts at each depth; None: t + depth
 Anchors = Int[Tensor, "B n"] | None  # the rows to draft from, in order; None for all

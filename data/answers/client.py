@@ -8,12 +8,12 @@ import json
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -222,7 +222,7 @@ def read_object(content: bytes | str) -> Json:
     return value
 
 
-def read_reply(data: Mapping[str, Any], model: str) -> Reply:
+def read_reply(data: Json, model: str) -> Reply:
     """Read the answer in a chat completion; refuse another model's, several choices, no text, odd finish reasons."""
     if data.get("model") != model:
         raise EndpointError("wrong_model", f"the reply is {data.get('model')!r}'s")

@@ -15,7 +15,7 @@ import torch
 
 from data.answers.client import EndpointConfig, check_url
 from data.batches import Batch, Batches
-from data.features.store import DTYPES, FeatureRequest, FeatureStore, decode_sequences
+from data.features.store import FeatureRequest, FeatureStore, StoredDtype, decode_sequences
 from heads.base import Features, NamedTensors, to_device
 from heads.common.typed import Count, OneOf
 from heads.shapes import PerSequence, Sequences
@@ -30,7 +30,7 @@ class FeaturesConfig:
 
     mode: Annotated[str, OneOf(("live", "stored", "engine"))]
     path: str | None
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    dtype: StoredDtype
     shard_mb: Count
     prefetch: Count
     micro_rows: Count

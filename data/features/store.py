@@ -33,10 +33,11 @@ from data.batches import Packed
 from heads.base import Features, Layers, NamedTensors
 from heads.common.files import atomic_write, claim, read_checked, write_checked
 from heads.common.typed import Count, Number, OneOf, typed
-from heads.shapes import Rows, Sequences
+from heads.shapes import LayerRows, Rows, Sequences
 from inference.target.target import Target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+StoredDtype = Annotated[str, OneOf(tuple(DTYPES))]
 LARGEST = 448.0  # fp8's largest value; the largest value of a vector is scaled to it
 SCALE_BYTES = 4
 FORMAT = 2  # version of new stores
@@ -74,7 +75,7 @@ class StoreSpec:
     data: str  # fingerprint of the packed sequences
     rows: Number  # number of packed sequences
     length: Count  # tokens per packed sequence
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]  # dtype of the hidden states
+    dtype: StoredDtype  # dtype of the hidden states
     shard_rows: Count  # maximum number of sequences per shard
 
     @property
@@ -280,7 +281,7 @@ def size(width: int, dtype: str) -> int:
 class States(NamedTuple):
     """Hidden states of packed sequences: the feature layers' states, and the last hidden state after the final norm."""
 
-    hidden: Float[Tensor, "B T L D"]
+    hidden: LayerRows
     last_hidden: Rows
 
 

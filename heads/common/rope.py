@@ -1,7 +1,6 @@
 """Rotary positions (RoPE; Su et al., arXiv 2104.09864) of targets and heads, read and scaled as transformers does."""
 
 import copy
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +74,7 @@ class Rope(NamedTuple):
         return transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
 
 
-def positions_of(config: Mapping[str, Any]) -> Rope | None:
+def positions_of(config: Json) -> Rope | None:
     """Return the rotary positions that transformers' LlamaConfig reads from a config.json, None without any.
 
     If `rope_parameters` has one entry per kind of layer, the only entry counts, or full attention's.

@@ -120,8 +120,9 @@ def build(schema: Any, values: Any, prefix: str, built_fields: Mapping[str, obje
     )
 
 
-def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -> Any:
+def convert(hint: Any, value: Any, key: str) -> Any:
     """Convert a value to a type; refuse numbers out of range and unknown names, naming the key."""
+    within: Within | OneOf = MACHINE
     if get_origin(hint) in (Union, UnionType):
         if value is None and NoneType in get_args(hint):
             return None
@@ -133,7 +134,6 @@ def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -
                 return [convert(get_args(hint)[0], value, key)]
             if not value:
                 raise ValueError(f"{key} is empty: give at least one value")
-            within = MACHINE
     origin, inner = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
         return build(hint, value, key)
@@ -155,13 +155,13 @@ def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -
     if origin is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{key} is {shown(value)}, expected a mapping")
-        return {convert(inner[0], k, key): convert(inner[1], v, join(key, k), within) for k, v in value.items()}
+        return {convert(inner[0], k, key): convert(inner[1], v, join(key, k)) for k, v in value.items()}
     if not isinstance(value, list | tuple):
         raise ValueError(f"{key} is {shown(value)}, expected a list")
     hints = inner if origin is tuple and ... not in inner else inner[:1] * len(value)
     if len(hints) != len(value):
         raise ValueError(f"{key} is {shown(value)}, expected a list of {len(hints)}")
-    return origin(convert(hints[i], item, f"{key}[{i}]", within) for i, item in enumerate(value))
+    return origin(convert(hints[i], item, f"{key}[{i}]") for i, item in enumerate(value))
 
 
 def check(value: Any, within: Within | OneOf, key: str) -> None:

@@ -1,12 +1,11 @@
 """Fusion of the hidden states of several target layers into one."""
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from heads.base import Layers
 from heads.modules.layers import RMSNorm
-from heads.shapes import Rows
+from heads.shapes import LayerRows, Rows
 
 EAGLE3_LAYERS, DFLASH_LAYERS = 3, 5  # number of feature layers of EAGLE-3 and DFlash
 
@@ -53,7 +52,7 @@ class Fusion(nn.Module):
         self.norms = nn.ModuleList(RMSNorm(width, eps) for _ in range(layers if normed else 0))
         self.joint_norm = RMSNorm(layers * width, eps) if joint else None
 
-    def forward(self, hidden: Float[Tensor, "B T L D"]) -> Rows:
+    def forward(self, hidden: LayerRows) -> Rows:
         """Return the fused states."""
         if self.norms:
             hidden = torch.stack([norm(hidden[..., i, :]) for i, norm in enumerate(self.norms)], -2)

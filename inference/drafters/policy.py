@@ -49,6 +49,7 @@ LARGEST = 1 << 14  # most nodes of a tree, or children of a node
 DEEPEST = 1 << 10  # most levels of a tree
 PerChild = Int[Tensor, "B K"]  # nodes of each sequence's level
 RankPath = tuple[int, ...]  # the ranks of a node's ancestors among their siblings, and its own
+Limited = Annotated[int, Within(0, LARGEST)]
 BY_CONFIDENCE = ("dynamic", "best_first")  # the kinds whose shape follows the head's confidence
 
 
@@ -58,10 +59,10 @@ class TreeConfig:
 
     kind: Annotated[str, OneOf(tuple(KINDS))]
     depth: Annotated[int, Within(0, DEEPEST)]
-    top_k: Annotated[int, Within(0, LARGEST)]
-    nodes: Annotated[int, Within(0, LARGEST)]
-    paths: Annotated[list[list[int]], Within(0, LARGEST)]
-    widths: Annotated[list[int], Within(1, LARGEST)]
+    top_k: Limited
+    nodes: Limited
+    paths: list[list[Limited]]
+    widths: list[Annotated[int, Within(1, LARGEST)]]
 
     def __post_init__(self) -> None:
         for name in KINDS[self.kind]:

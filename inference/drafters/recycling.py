@@ -2,14 +2,13 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.base import Tokens
-from heads.common.typed import LARGEST, Count, Within
+from heads.common.typed import Count, Number
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, parents_of
 from inference.protocol import CommittedTokens, DraftContext, Proposal
@@ -35,7 +34,7 @@ class Recycling(HostDrafter):
 
         candidates: Count
         memory: bool
-        paths: Annotated[list[list[int]], Within(0, LARGEST)]
+        paths: list[list[Number]]
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         target.check_masks(f"which drafter={name} needs: use drafter=prompt_lookup or suffix, which draft chains")

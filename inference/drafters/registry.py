@@ -1,9 +1,8 @@
 """The drafters that conf/drafter/ configures, by name."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from heads.common.typed import build
+from heads.common.typed import Json, build
 from inference.drafters.assistant import Assistant
 from inference.drafters.contrib.layer_skip import EarlyExit, LayerSkip
 from inference.drafters.contrib.mirror import Mirror
@@ -32,7 +31,7 @@ DRAFTERS: dict[str, Any] = {
 }
 
 
-def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
+def make(name: str, options: Json, target: Target) -> Drafter:
     """Return a drafter with its options.
 
     Args:
@@ -49,7 +48,7 @@ def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
     return kind(config, target, name)
 
 
-def configured(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
+def configured(name: str, options: Json) -> tuple[Any, Any]:
     """Return a drafter's class and configuration; refuse an unknown one, and options that it cannot take."""
     values = dict(options)
     kind = values.pop("source", name)

@@ -10,6 +10,7 @@ from inference.target.loading import AS_IT_IS, METHODS, note_dtype
 from inference.target.placement import AUTO, OFFLOADS, PLACEMENTS, REPLICATE, Placement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+NamedDtype = Annotated[str, OneOf(tuple(DTYPES))]
 Dtype = Annotated[str, OneOf(("auto", *DTYPES))]
 # Defaults for a target without a file in conf/model, which a published head or a caller names.
 DEFAULTS: Json = {

@@ -20,7 +20,7 @@ from heads import rows
 from heads.base import Features, Layers, to_device
 from heads.common.target_config import EXPERTS, cache_argument, context_of
 from heads.modules import tree_attention
-from heads.shapes import Nodes, Rows, Sequences
+from heads.shapes import LayerRows, Nodes, Rows, Sequences
 from inference.target import loading
 from inference.target.attention import (
     ATTENTION,
@@ -49,7 +49,7 @@ LayerStates = tuple[Tensor, Tensor]  # of the feature layers, and the last one a
 class TargetOutput(NamedTuple):
     """The output of a target pass: hidden states of the feature layers, the final-normed last one, and logits."""
 
-    hidden: Float[Tensor, "B T L D"]
+    hidden: LayerRows
     last_hidden: Rows
     logits: Float[Tensor, "B R V"] | None
 

@@ -2,12 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
 
-from heads.common.typed import Count, NewTokens, Number, OneOf
+from heads.common.typed import Count, NewTokens, Number
 from heads.formats.hub import REPO
 from heads.formats.published.export import assert_known
-from inference.target.config import DTYPES
+from inference.target.config import NamedDtype
 
 CHECKPOINT = "checkpoint"  # the format that copies the whole target
 OPENVINO = "openvino"  # the format that optimum-intel converts
@@ -31,7 +30,7 @@ class PublishConfig:
     base: str | None
     target: str | None
     gguf: str | None
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    dtype: NamedDtype
     draft_tokens: Count
 
     def __post_init__(self) -> None:
