@@ -189,7 +189,7 @@ def _entered(
     target: Target, drafter: Drafter, prompt: Tokens, answer: Tokens, params: RequestParams, size: int
 ) -> tuple[Batch, list[Request]]:
     """Return a batch of `size` sequences, all at the end of a text."""
-    text, one_more = [*prompt, *answer], replace(params, max_new_tokens=1, min_new_tokens=0)
+    text, one_more = prompt + answer, replace(params, max_new_tokens=1, min_new_tokens=0)
     batch = acquire(target, drafter, size, [(text, one_more)])
     batch.reserve(needed_entries(target, text, one_more))
     token, requests = torch.tensor(text, device=target.device), []

@@ -39,7 +39,6 @@ from inference.target.target import Target
 from inference.verification.rules import is_lossy
 
 PIPE_WIDTH = 140
-Live = tuple[list[ResultRow], list[WorkloadTexts], Json]  # the live tier's rows, the baseline's texts, extras by key
 SETTINGS = (
     "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed",
     "gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv",
@@ -70,8 +69,7 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
             gc.collect()  # memory may not hold two copies of a large target
             target = load_target(model, dtype, config.engine)
     drafters = load_drafters(config, target)
-    measured = timed_rows(config, target, workloads, drafters, gates, sampled) if live else ([], [], {})
-    rows, texts, extras = measured
+    rows, texts, extras = timed_rows(config, target, workloads, drafters, gates, sampled) if live else ([], [], {})
     if TEACHER_FORCED in config.tiers():
         given = logs or texts or generate_answers(config, target, workloads)
         along, extras["teacher_forced"] = teacher_forced_rows(config, target, drafters, given)
@@ -105,10 +103,10 @@ def timed_rows(
     drafters: Drafters,
     gates: Mapping[str, Gate],
     sampled: Sequence[SampledGate],
-) -> Live:
+) -> tuple[list[ResultRow], list[WorkloadTexts], Json]:
     """Measure all workloads, temperatures, batch sizes and rates, each in its own interleaved session.
 
-    The extras are training curves, and the trees and answers of the first session.
+    Return the rows, the baseline's texts, and extras by key: training curves, trees and answers of the first session.
     """
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)

@@ -343,10 +343,10 @@ def main(cfg: DictConfig) -> None:
     overrides = shared_overrides(user_overrides(), config.log)
     if run.plan is True:
         for candidate in config.forecast.candidates:
-            run_command("train/run.py", [*overrides, *f"head={candidate}".split()])
+            run_command("train/run.py", overrides + f"head={candidate}".split())
         return
     check_out(run)
-    forecast = Forecast(run, config, overrides, lambda more: run_command("train/run.py", [*overrides, *more]))
+    forecast = Forecast(run, config, overrides, lambda more: run_command("train/run.py", overrides + more))
     forecast.finish(forecast.choose())
 
 

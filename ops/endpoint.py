@@ -162,18 +162,19 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
     Logits are unknown, so a difference is a failure, unless the baseline's own repeats differ there or earlier: then
     rounding decides, and the difference is a near tie.
     """
-
-    def compared(ours: Sequence[str], theirs: Sequence[str], prompt: str) -> tuple[Divergence | None, bool]:
+    compared: list[tuple[Divergence | None, bool]] = []
+    for ours, theirs, prompt in zip(plain, drafted, ids, strict=True):
         first = ours[0]
         unstable = min((shared_length(first, other) for other in ours if other != first), default=None)
         differences = [(shared_length(first, other), other) for other in theirs if other != first]
         if not differences:
-            return None, False
+            compared.append((None, False))
+            continue
         at, other = min(differences)
         shown = f"{other[at : at + SHOWN]!r} instead of {first[at : at + SHOWN]!r}"
-        return Divergence(prompt, at, None, None, None, shown), unstable is not None and at >= unstable
-
-    return gate_of(compared(*texts) for texts in zip(plain, drafted, ids, strict=True))
+        divergence = Divergence(prompt, at, None, None, None, shown)
+        compared.append((divergence, unstable is not None and at >= unstable))
+    return gate_of(compared)
 
 
 def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[ResultRow]:

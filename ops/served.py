@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from data.answers.client import API, FINISH_REASONS, Client, EndpointConfig, EndpointError, base_url, check_url
@@ -166,11 +167,7 @@ Questions = Sequence[Question]
 
 def read_questions(name: str, selection: Selection, chat: bool) -> Workload[Question]:
     """Read a workload's questions; without more prompts for the warm-up, its last ones are repeated."""
-
-    def read(record: Readable, turns: str) -> Iterator[Question]:
-        return questions_of(record, turns, chat)
-
-    return collect_prompts(name, selection, read, lambda question: question.content)
+    return collect_prompts(name, selection, partial(questions_of, chat=chat), lambda question: question.content)
 
 
 def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]:

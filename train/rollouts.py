@@ -57,7 +57,7 @@ def rollout_rows(prompt: Tokens, passes: Sequence[Pass], depths: int, nodes: str
         return [text]
     paths = [_paths(one) for one in passes]
     count = max(1, *map(len, paths)) if nodes == "all" else 1
-    return [_drafted(text, passes, paths, k, rejected=nodes != "accepted") for k in range(count)]
+    return [_drafted(text, passes, paths, k, nodes) for k in range(count)]
 
 
 def _paths(verified: Pass) -> list[list[int]]:
@@ -73,9 +73,7 @@ def _paths(verified: Pass) -> list[list[int]]:
     return sorted(paths, key=lambda path: -len(set(path) & set(verified.path)))
 
 
-def _drafted(
-    text: RolloutRow, passes: Sequence[Pass], paths: list[list[list[int]]], k: int, *, rejected: bool
-) -> RolloutRow:
+def _drafted(text: RolloutRow, passes: Sequence[Pass], paths: list[list[list[int]]], k: int, nodes: str) -> RolloutRow:
     """Return the copy with the `k`-th path below each root, trained at nodes that no earlier copy has."""
     path, trained = text.path.clone(), torch.zeros_like(text.trained)
     token, last = Tokens(), [text.last_hidden]  # tokens and last hidden states of rejected nodes
@@ -87,7 +85,7 @@ def _drafted(
         for d, node in enumerate(leaves[k][: path.shape[1]] if k < len(leaves) else ()):
             if node in one.path:
                 path[row, d] = row + 1 + d
-            elif rejected and one.tree is not None:
+            elif nodes != "accepted" and one.tree is not None:
                 path[row, d] = len(text.token) + len(token)
                 token.append(int(one.tree.token[node]))
                 last.append(one.last[node][None])

@@ -216,7 +216,7 @@ class Stepper:
         mark("data")
         if self.rollouts is not None and self.rollouts.due(step):
             rollout, rollout_tokens = self.rollouts(step, batches, self.state.weights())
-            micro_batches = [*micro_batches, *rollout]
+            micro_batches = micro_batches + rollout
             batches += [micro.batch for micro in rollout]
             mark("rollout")
         keys = [row_keys(trainer.seed, step, batch.index) for batch in batches]

@@ -153,7 +153,7 @@ class Conversation(OngoingChat):
         """Return the tokens of the chat with the next turn."""
         if not self.turns:
             return None
-        self.prompt = [*self.chat.get("messages", []), *self.turns.popleft()]
+        self.prompt = self.chat.get("messages", []) + self.turns.popleft()
         try:
             rendered = render(self.prompt, self.tokenizer, True, self.tools, self.options)
             rendered.encode()  # refuses lone surrogates

@@ -320,12 +320,11 @@ def gate(baseline: Sequence[Generation], drafted: Sequence[Generation], ids: Seq
     The baseline's runs have their logit gaps; those of drafted runs, if recorded, must be small as well in a near tie.
     The target's dtype bounds the gap that rounding can flip.
     """
-    runs = zip(baseline, drafted, ids, strict=True)
-    divergences = [first_divergence(ours, theirs, prompt) for ours, theirs, prompt in runs]
-    return gate_of(
-        (divergence, divergence is not None and near_tie(divergence, theirs, EPSILON[dtype]))
-        for divergence, theirs in zip(divergences, drafted, strict=True)
-    )
+    compared = []
+    for ours, theirs, prompt in zip(baseline, drafted, ids, strict=True):
+        divergence = first_divergence(ours, theirs, prompt)
+        compared.append((divergence, divergence is not None and near_tie(divergence, theirs, EPSILON[dtype])))
+    return gate_of(compared)
 
 
 def gate_of(compared: Iterable[tuple[Divergence | None, bool]]) -> Gate:

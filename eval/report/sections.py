@@ -265,8 +265,8 @@ def gate_section(report: Record) -> Section:
     )
     counts = counts._replace(failed=[not gate.get("passed", True) for gate in gates.values()])
     served = report["device"].get("type") == ENDPOINT
-    text = [*[CHECKED_NOTE] * (not served), *[SAMPLED_NOTE] * bool(sampled), *[TIES_NOTE] * bool(near)]
-    return Section("gate", "Is it lossless?", text, counts, bullets=[*lines, *near])
+    text = [CHECKED_NOTE] * (not served) + [SAMPLED_NOTE] * bool(sampled) + [TIES_NOTE] * bool(near)
+    return Section("gate", "Is it lossless?", text, counts, bullets=lines + near)
 
 
 def nodes(report: Record) -> Table:
@@ -361,7 +361,7 @@ def learning_curve(curves: Mapping[str, Record]) -> Spec | None:
         if step["loss"] is not None
     ]
     taus = [{**record, "name": f"{name}, τ"} for name, curve in curves.items() for record in curve["tau"]]
-    return plotted("Learning curve: the training loss, and τ by the verifier with its 95% interval", [*losses, *taus])
+    return plotted("Learning curve: the training loss, and τ by the verifier with its 95% interval", losses + taus)
 
 
 CHECKED_NOTE = (

@@ -145,12 +145,7 @@ def compiled(stage: Stage, kind: str) -> Stage:
     allow_forms()
     options = OPTIONS.get(kind) if BACKEND == "inductor" else None
     run = torch.compile(stage, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
-
-    def call(*args: Any) -> Any:
-        with compiling("torch.compile fails on drafts", "engine.compile_drafts"):
-            return run(*args)
-
-    return call
+    return compiling("torch.compile fails on drafts", "engine.compile_drafts")(run)
 
 
 class StageKeys:

@@ -246,7 +246,7 @@ class Audit:
         explained = self.explained_by(question)
         if ours.content in {reply.content for reply in explained}:
             return None
-        nearest = max([*explained, *theirs], key=lambda reply: first_difference(ours.text, reply.text))
+        nearest = max(explained + theirs, key=lambda reply: first_difference(ours.text, reply.text))
         left = first_difference(ours.text, nearest.text)
         gaps = (gap_at(reply, ours.text, question.body) for reply in explained)
         at, gap = max(gaps, default=(left, None), key=lambda seen: (seen[0], seen[1] is not None))
