@@ -321,17 +321,18 @@ def cost_of(folder: Path) -> dict[str, float]:
 
 def shared_overrides(overrides: Overrides, log: str | None) -> Overrides:
     """Return the overrides shared by all trainings within a budget; refuse overrides that are for a single training."""
-    keys = [key_of(override) for override in overrides]
-    for override, key in zip(overrides, keys, strict=True):
+    shared = []
+    for override in overrides:
+        key = key_of(override)
         if key.startswith("head."):
             raise ValueError(f"{key} is of one head: give it with its head: forecast.candidates=['eagle3 {override}']")
         if key in DECIDED:
             raise ValueError(f"{override}: {DECIDED[key]}")
-    if log is not None and "data.path" in keys:
-        raise ValueError("log and data.path are both given: log takes the place of data.path, leave one out")
-    return [
-        one for one, key in zip(overrides, keys, strict=True) if key not in OF_ALL and not key.startswith("forecast.")
-    ]
+        if log is not None and key == "data.path":
+            raise ValueError("log and data.path are both given: log takes the place of data.path, leave one out")
+        if key not in OF_ALL and not key.startswith("forecast."):
+            shared.append(override)
+    return shared
 
 
 @command("ops/budget")

@@ -35,6 +35,7 @@ from eval.measures.results import (
     Measurement,
     ResultRow,
     Subset,
+    known,
     result,
 )
 from eval.report.write import Report
@@ -194,14 +195,13 @@ def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: 
 def median_answer(repeats: Sequence[Answer]) -> Answer:
     """Return an answer with the times of the median repeat (the lower of two) and the counts of all repeats."""
     run = sorted(repeats, key=lambda run: run.end_to_end[1])[(len(repeats) - 1) // 2]
-    passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
+    passes = known(repeats, "passes")
     seconds = UNTIMED | {"other": sum(repeat.seconds["other"] for repeat in repeats)}
-    return replace(run, passes=sum_counts(passes) if len(passes) == len(repeats) else None, seconds=seconds)
+    return replace(run, passes=sum_counts(passes) if passes else None, seconds=seconds)
 
 
 def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[MeasuredRequest]) -> ResultRow:
-    counts = [request.passes for request in requests if request.passes is not None]
-    total = sum_counts((counts if len(counts) == len(requests) else []) if subset.category else runs.passes)
+    total = sum_counts(known(requests, "passes") if subset.category else runs.passes)
     rule = "none" if name == BASELINE else "greedy" if subset.measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
     row = result(name, rule, "none" if name == BASELINE else depths, subset, requests, total)

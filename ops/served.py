@@ -18,7 +18,7 @@ from eval.config import Selection
 from eval.inputs.workloads import Readable, Workload, collect_prompts
 from eval.measures.counters import SGLANG, Counters, between, of_reply, read_counters, restarted, verified
 from eval.measures.metrics import Pair, SpecDecodingStats, sum_counts
-from eval.measures.results import UNTIMED, MeasuredRequest
+from eval.measures.results import UNTIMED, MeasuredRequest, known
 from heads.common.progress import update_bar
 from heads.common.typed import Count, Json, NewTokens, Number, Positive
 
@@ -373,7 +373,7 @@ class Server(Metrics):
             if any(answer.passes is not None for answer in answers):
                 self.refuse_drafts(drafts=True)
             answers = [replace(answer, passes=verified(int(answer.decoded), 0, 0, ())) for answer in answers]
-        passes = [answer.passes for answer in answers if answer.passes is not None]
+        passes = known(answers, "passes")
         if len(passes) == len(answers):
             return answers, sum_counts(passes)
         if before is None:

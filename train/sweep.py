@@ -13,6 +13,7 @@ from eval.report.render import rich_table
 from eval.report.view import results_of
 from eval.report.write import read_report
 from heads.common.command import sweeping
+from heads.common.files import write_json
 from heads.common.typed import Json
 
 TABLE, WIDTH = "table.json", 140
@@ -45,9 +46,8 @@ def note(name: str, drafter: str, out: Path) -> None:
         return
     path = Path(HydraConfig.get().sweep.dir, TABLE)
     rows = json.loads(path.read_text()) if path.exists() else []
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = [row for row in rows if row["out"] != str(out)] + rows_of(name, drafter, out)
-    path.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(path, rows)
     Console(width=max(WIDTH, Console().width)).print(table(rows))
 
 

@@ -123,7 +123,6 @@ SEARCHED = 10_000  # maximum records that are searched for prompts of all catego
 
 Answer = Callable[[Tokens], str]  # the target's answer to a prompt
 Readable = Record | Prompt
-Indexed = tuple[int, Readable]
 
 
 P = TypeVar("P", bound=Any)  # a measured item with a category: a prompt, a recorded text, a request
@@ -231,7 +230,7 @@ def collect_prompts(
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
     selected = records
     if selection.balanced:  # the first of each category, then the second, and so on
-        groups: dict[str, list[Indexed]] = {}
+        groups: dict[str, list[tuple[int, Readable]]] = {}
         for index, record in records:
             groups.setdefault(record.category, []).append((index, record))
         selected = [one for turn in zip_longest(*groups.values()) for one in turn if one is not None][:most]

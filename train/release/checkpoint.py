@@ -4,7 +4,6 @@ All other tensors keep their bytes. Large unchanged files are hard links if both
 files are copies, which can be edited without changing the target's.
 """
 
-import json
 import math
 import os
 import shutil
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from heads.common.errors import one_line
-from heads.common.files import replacing
+from heads.common.files import replacing, write_json
 from heads.common.untrusted import parsed_file
 from heads.formats.checkpoint import tensor_files
 from heads.formats.mtp_layouts import Layout, text_section
@@ -89,7 +88,7 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         text_section(config)[layout.count_key] = 1
         for name, content in ((CONFIG, config), (INDEX, index)):
-            (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            write_json(new / name, content)
 
 
 def _bring(source: str | Path, new: str | Path) -> None:

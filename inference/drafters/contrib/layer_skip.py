@@ -6,7 +6,6 @@ without decoding: one pass over recorded greedy answers gives its drafts at all 
 share of the weights that it reads.
 """
 
-import json
 import random
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from heads.base import LevelNodes, LevelOutput, Tokens
+from heads.common.files import write_json
 from heads.common.typed import LARGEST, Count, Decay, Within, typed
 from heads.common.untrusted import parsed_file
 from heads.formats.store import TargetSpec, assert_same_target
@@ -104,8 +104,7 @@ class SkipFile:
 
 def save_skips(path: Path, content: SkipFile) -> None:
     """Write the file of a search."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(content), indent=2) + "\n", encoding="utf-8")
+    write_json(path, asdict(content))
 
 
 class LayerSkip(SelfDrafter):
