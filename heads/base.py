@@ -101,7 +101,7 @@ class LevelOutput(NamedTuple):
     hidden: NodeStates
     root: tuple[Tensor, ...] = ()
 
-    def each(self, function: Callable[..., Tensor], *others: "LevelOutput") -> "LevelOutput":
+    def map(self, function: Callable[..., Tensor], *others: "LevelOutput") -> "LevelOutput":
         """Apply a function to this level's tensors and the matching tensors of other levels."""
         levels = self, *others
         logits, hidden = (function(*(level[i] for level in levels)) for i in range(2))

@@ -231,7 +231,7 @@ class Block(HeadModule):
         embedding = self.embeddings.embed(root).to(self.mask.dtype)[..., None, :]
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
-    def context_of(self, hidden: Position, token: TokenIds) -> Inputs | None:
+    def correction_input(self, hidden: Position, token: TokenIds) -> Inputs | None:
         """Return the context from which the previous token corrects the logits; None without a correction."""
         if self.before is not None:
             return self.before(token).to(hidden.dtype)
@@ -270,7 +270,7 @@ class Block(HeadModule):
         memory = None
         for depth, state in enumerate(states.unbind(2), 1):
             token = drafted_token(features.token, depth, features.path).gather(1, anchor)
-            before = self.context_of(state, token)
+            before = self.correction_input(state, token)
             if self.domino is not None:
                 before = memory = self.domino.advance(self.embeddings.embed(token), memory)
             full = state if before is None else torch.cat([state, before.to(state.dtype)], -1)
@@ -314,5 +314,5 @@ class Block(HeadModule):
             hidden = block_hidden[:, :1, (depth - 1) * width : depth * width]
             return LevelOutput(self.corrected(hidden, block_hidden[..., -self.domino.inner :], depth), block_hidden)
         hidden = block_hidden[:, depth - 1 : depth]
-        logits = self.corrected(hidden, self.context_of(hidden, token), depth)
+        logits = self.corrected(hidden, self.correction_input(hidden, token), depth)
         return LevelOutput(logits.expand(-1, token.shape[1], -1), block_hidden)

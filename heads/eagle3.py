@@ -77,7 +77,7 @@ class Eagle3(AutoregressiveHead):
         norm_output: bool
         kv_injection: bool
 
-    predicts, first_layer = False, "first"
+    predicts_feature, first_layer = False, "first"
 
     def __init__(self, config: FusedConfig, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)

@@ -18,7 +18,7 @@ SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-SAID = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")  # keys of a config.json
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")  # keys of a config.json
 LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")  # the lengths that a scaling may refer to
 FULL = "full_attention"  # the layer kind whose positions a head takes if a model has several kinds
 
@@ -81,7 +81,7 @@ def positions_of(config: Json) -> Rope | None:
     Refuse, in one line, values that transformers does not take.
     """
     # A copy, since transformers changes the dict.
-    declared = {key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None}
+    declared = {key: copy.deepcopy(config[key]) for key in ROPE_KEYS if config.get(key) is not None}
     if not declared:
         return None
     kinds = set(config.get("layer_types") or ())

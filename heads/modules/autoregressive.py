@@ -26,7 +26,7 @@ class Autoregressive(nn.Module):
     config: Any
     num_attention_layers = 1  # the decoder layers
     injected = False  # whether the context's keys and values come from `inject`; otherwise from the pass at depth 1
-    predicts = True  # whether a state is a prediction of the target's feature
+    predicts_feature = True  # whether a state is a prediction of the target's feature
     detach = False  # whether the gradient stops between steps
 
     def initial_states(self, features: Features) -> Rows:
@@ -49,13 +49,13 @@ class Autoregressive(nn.Module):
 
         For rows that are not drafted from, the last layer computes only keys and values, at depth 1.
         """
-        every = positions(features.document)
-        length, max_position = every.shape[1], every.shape[1] + depths
+        row_position = positions(features.document)
+        length, max_position = row_position.shape[1], row_position.shape[1] + depths
         state = self.initial_states(features)
-        context = list(self.inject(state, every, max_position))
+        context = list(self.inject(state, row_position, max_position))
         drafted: list[list[KeyValue]] = [[] for _ in range(self.num_attention_layers)]
         injected, drafts = bool(context), []
-        position = gather_rows(every, anchors)
+        position = gather_rows(row_position, anchors)
 
         def attend(
             is_context: bool, patterns: list[Pattern], i: int, query: Tensor, key: Tensor, value: Tensor
@@ -69,19 +69,19 @@ class Autoregressive(nn.Module):
             attn_pattern = pattern(position, self.config.length, depth - 1, anchors)
             is_context = depth == 1 and not injected  # whether later rows attend to these rows
             others = self.num_attention_layers - 1
-            by_all = pattern(every, self.config.length) if is_context and others else attn_pattern
+            by_all = pattern(row_position, self.config.length) if is_context and others else attn_pattern
             by_step = partial(attend, is_context, [by_all] * others + [attn_pattern])
             token = drafted_token(features.token, depth, features.path)
             entering = state.detach() if self.detach and depth > 1 else state
             if is_context:
-                inputs = self.by_layer(every, max_position, by_step, anchors)
+                inputs = self.by_layer(row_position, max_position, by_step, anchors)
             else:
                 token = gather_rows(token, anchors)
                 inputs = self.by_layer(position + depth - 1, max_position, by_step)
             state, pre_logits = self.advance(token, entering, inputs)
             scored = scatter_rows(pre_logits, anchors, length)
             predicted = scored if state is pre_logits else scatter_rows(state, anchors, length)
-            drafts.append(DepthOutput(scored, predicted if self.predicts else None))
+            drafts.append(DepthOutput(scored, predicted if self.predicts_feature else None))
         return drafts
 
     def append_verified(self, cache: KVCache, start: Rows, new: NewRows, position: Sequences) -> Advanced:

@@ -115,8 +115,8 @@ class HeadBatch(DraftBatch):
         _, level = self.head.extend(cache, NewRows(rows, following))
         if self.buffers is None:
             with torch.inference_mode(False):  # compiled stages cannot write to inference tensors
-                self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
-        self.buffers.each(lambda buffer, row: buffer[slot : slot + 1].copy_(row), level)
+                self.buffers = level.map(lambda row: row.new_zeros(self.size, *row.shape[1:]))
+        self.buffers.map(lambda buffer, row: buffer[slot : slot + 1].copy_(row), level)
 
     def new_cache(self, device: torch.device) -> KVCache:
         """Return an empty cache for the rows of the texts and of a tree."""
@@ -140,7 +140,7 @@ class HeadBatch(DraftBatch):
         if self.cache is not None:  # every row is moved
             self.set_longest(max(self.cache.longest, length))
             self.cache.move(from_slot, slot)
-        self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
+        self.buffers.map(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
     def draft_trees(
         self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
@@ -149,7 +149,7 @@ class HeadBatch(DraftBatch):
         if self.policy is None:
             return root_trees(roots.token)
         self.set_longest(longest)
-        level = self.buffers.each(lambda buffer: buffer[: len(max_draft_depth)])
+        level = self.buffers.map(lambda buffer: buffer[: len(max_draft_depth)])
         return Drafted(
             *grow_batch(
                 self.head, self.cache, level, self.policy, roots, max_draft_depth, allow_host_sync=allow_host_sync
@@ -184,7 +184,7 @@ class HeadBatch(DraftBatch):
             old = buffer[: len(new)]
             return old.copy_(torch.where(count.view(-1, *[1] * (new.ndim - 1)) > 0, new, old))
 
-        self.buffers.each(write, level)
+        self.buffers.map(write, level)
 
 
 def saved_trees(folder: Path, given: Given) -> tuple[TreeConfig, Schedule | None]:

@@ -7,7 +7,7 @@ A packed sequence of T tokens under a mask would cost memory and time in T x T. 
 and attention runs causally over each document, without a mask, in memory linear in T. On CUDA one kernel a layer
 serves all documents: in 16 bits torch's variable-length flash attention (`attend_varlen`), else flex_attention
 (`attend_flex`). Elsewhere each document goes through scaled_dot_product_attention, the reference of both
-(`attend_each`); a sliding window is computed in blocks of queries.
+(`attend_in_loop`); a sliding window is computed in blocks of queries.
 """
 
 import inspect
@@ -39,7 +39,7 @@ OTHER = ("position_bias", "softcap", "s_aux")  # options of an attention that ar
 ATTENTION = "headstart_documents"
 BLOCK = 1024  # queries at a time, with a window
 FULL, SLIDING = "full_attention", "sliding_attention"
-VARLEN, FLEX, EACH = "varlen", "flex", "each"
+VARLEN, FLEX, LOOP = "varlen", "flex", "loop"
 HALF = (torch.float16, torch.bfloat16)
 NEEDED = {"scale", "window_size"}  # options of variable-length attention; before torch 2.12 it has no grouped queries
 
@@ -136,11 +136,11 @@ def _attend(
 def route(query: Tensor, value: Tensor, options: frozenset[str]) -> str:
     """Return the key of KERNELS to use; `options` are those of variable-length attention on the device."""
     if query.device.type != "cuda":
-        return EACH
+        return LOOP
     width = query.shape[-1]
     if options >= NEEDED and query.dtype in HALF and value.shape[-1] == width and width % 8 == 0 and width <= 256:
         return VARLEN
-    return FLEX if flex.takes(query, value) else EACH
+    return FLEX if flex.takes(query, value) else LOOP
 
 
 @cache
@@ -181,7 +181,7 @@ def attend_flex(
     return flex.kernel()(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
 
 
-def attend_each(
+def attend_in_loop(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: Window, documents: Documents
 ) -> Float[Tensor, "B T H F"]:
     """Attend by a call for each document."""
@@ -192,7 +192,11 @@ def attend_each(
     return out
 
 
-KERNELS: dict[str, Callable[..., Tensor]] = {VARLEN: attend_varlen, FLEX: attend_flex, EACH: attend_each}
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    VARLEN: attend_varlen,
+    FLEX: attend_flex,
+    LOOP: attend_in_loop,
+}
 
 
 def within(
@@ -285,13 +289,13 @@ def attend_ragged(
     (width, tails), count = LAYOUT.get(), len(attention_mask)
     begin = count * width
     first = query[0, :, :begin].unflatten(1, (count, width)).transpose(0, 1)
-    shown = attention_mask[:, :, :width]
-    parts = [attend_in_groups(module, first, key[:count], value[:count], shown, **kwargs)[0].flatten(0, 1)]
+    mask = attention_mask[:, :, :width]
+    parts = [attend_in_groups(module, first, key[:count], value[:count], mask, **kwargs)[0].flatten(0, 1)]
     for slot, size, end in tails:
         rows = query[:, :, begin : begin + size - width]
         at = slice(slot, slot + 1)
-        shown = attention_mask[at, :, width:size, :end]
-        parts.append(attend_in_groups(module, rows, key[at, :, :end], value[at, :, :end], shown, **kwargs)[0][0])
+        mask = attention_mask[at, :, width:size, :end]
+        parts.append(attend_in_groups(module, rows, key[at, :, :end], value[at, :, :end], mask, **kwargs)[0][0])
         begin += size - width
     return torch.cat(parts)[None], None
 

@@ -24,14 +24,14 @@ from inference.target.model import LayerStates, TargetModel, forwards_replaced
 log = logging.getLogger(__name__)
 
 BACKEND = "inductor"
-FORMS = 1024  # graphs of one function, one for each shape, layer and dtype; dynamo's limit is lower
+RECOMPILE_LIMIT = 1024  # graphs of one function, one for each shape, layer and dtype; dynamo's limit is lower
 
 
-def allow_forms() -> None:
+def raise_recompile_limit() -> None:
     """Raise dynamo's limit of graphs of one function."""
     limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, FORMS)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, FORMS)
+    limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, RECOMPILE_LIMIT)
 
 
 @contextmanager
@@ -56,7 +56,7 @@ class Compiled:
         target.check_masks("and without one no pass is compiled: give engine.compile=false")
         self.target, self.layer_calls = target, dict[nn.Module, Any]()
         target.few_sizes = True
-        allow_forms()
+        raise_recompile_limit()
         self.failure = f"{target.name}: torch.compile fails on its passes", "engine.compile"
         self.compiled = torch.compile(self.forward, fullgraph=True, backend=BACKEND)
 
@@ -113,7 +113,7 @@ def compiled_forwards(layers: Iterable[nn.Module]) -> Callable[[], AbstractConte
 
     Attention, which knows the packed documents, and the layers' hooks stay uncompiled. Equal layers share their graphs.
     """
-    allow_forms()
+    raise_recompile_limit()
     forwards = {layer: torch.compile(layer.forward, backend=BACKEND) for layer in layers}
 
     @contextmanager
@@ -142,7 +142,7 @@ def compiled(stage: Stage, kind: str) -> Stage:
     Raises:
         ValueError: in that call: it cannot be compiled, and why.
     """
-    allow_forms()
+    raise_recompile_limit()
     options = OPTIONS.get(kind) if BACKEND == "inductor" else None
     run = torch.compile(stage, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
     return compiling("torch.compile fails on drafts", "engine.compile_drafts")(run)

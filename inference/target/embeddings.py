@@ -30,8 +30,8 @@ class TargetEmbeddings(nn.Module):
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
         self.layer_dims = layer_dims_of(config)
-        self._some: tuple[Tensor, nn.Linear] | None = None  # the rows of the last `ids`
-        self._all_rows: Any = WeakTensorKeyDictionary()  # rows by the tensor of their token ids, while it lives
+        self._last_rows: tuple[Tensor, nn.Linear] | None = None  # the rows of the last `ids`
+        self._rows_by_ids: Any = WeakTensorKeyDictionary()  # rows by the tensor of their token ids, while it lives
 
     def spec(self, name: str, fingerprint: str, adapter: str | None = None) -> TargetSpec:
         """Return the facts of this target that a head must match to be loaded."""
@@ -71,8 +71,8 @@ class TargetEmbeddings(nn.Module):
             logits = self.lm_head(hidden)
         elif not torch.compiler.is_compiling():
             logits = self._rows(ids)(hidden)
-        elif self._some is not None and self._some[0] is ids:
-            logits = self._some[1](hidden)
+        elif self._last_rows is not None and self._last_rows[0] is ids:
+            logits = self._last_rows[1](hidden)
         else:  # another head has replaced the cached rows: each step copies its own until the next prompt
             bias = self.lm_head.bias
             logits = functional.linear(hidden, self.lm_head.weight[ids], None if bias is None else bias[ids])
@@ -84,7 +84,7 @@ class TargetEmbeddings(nn.Module):
         """Return the lm_head's rows of these tokens, cached at fixed addresses for CUDA graphs."""
         # The version of a buffer changes with its values, which need not be read from the device.
         version = 0 if ids.is_inference() else ids._version
-        read, rows = self._all_rows.get(ids, (None, None))
+        read, rows = self._rows_by_ids.get(ids, (None, None))
         if read != version:
             with torch.inference_mode(False):  # training may use these rows too
                 weight: Tensor = self.lm_head.weight
@@ -93,13 +93,13 @@ class TargetEmbeddings(nn.Module):
                 if self.lm_head.bias is not None:
                     rows.bias = nn.Parameter(self.lm_head.bias[ids], requires_grad=False)
             prepack_weights(rows)
-            self._all_rows[ids] = version, rows
-        object.__setattr__(self, "_some", (ids, rows))
+            self._rows_by_ids[ids] = version, rows
+        object.__setattr__(self, "_last_rows", (ids, rows))
         return rows
 
     def kept_rows(self) -> list[Tensor]:
         """Return the cached rows of the lm_head, which compiled drafts read."""
-        return [] if self._some is None else [self._some[1].weight]
+        return [] if self._last_rows is None else [self._last_rows[1].weight]
 
     def lm_head_weight(self) -> Float[Tensor, "V D"]:
         """Return the lm_head's weight."""

@@ -5,7 +5,7 @@ import torch
 
 from heads import rows
 from inference.target import attention
-from inference.target.attention import EACH, FLEX, NEEDED, VARLEN, Documents, route, spans_of, varlen_options
+from inference.target.attention import FLEX, LOOP, NEEDED, VARLEN, Documents, route, spans_of, varlen_options
 from tests.heads.test_flex import T, documents
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,10 @@ def test_one_kernel_is_the_loop(
     document = documents()
     states = [torch.randn(2, heads, T, width).to(dtype) for heads in (6, 2, 2)]
     results = []
-    runs = (device, dtype, kernel if device.type == "cuda" else EACH), (torch.device("cpu"), torch.float64, EACH)
+    runs = (
+        (device, dtype, kernel if device.type == "cuda" else LOOP),
+        (torch.device("cpu"), torch.float64, LOOP),
+    )
     for on, wide, attend in runs:
         there = Documents((window,), spans_of(document), rows.positions(document).to(on))
         query, key, value = (x.to(on, wide) for x in states)
@@ -43,7 +46,7 @@ def test_a_gpu_has_the_kernels(dtype: torch.dtype, kernel: str, device: torch.de
         assert options >= NEEDED
         assert route(query, query, options) == kernel
     if device.type != "cuda":
-        assert route(query, query, options) == EACH
+        assert route(query, query, options) == LOOP
 
 
 def test_a_pass_over_documents_does_not_make_the_host_wait(device: torch.device) -> None:

@@ -17,9 +17,9 @@ from heads.modules.layers import grouped_attention
 from inference.target import attention, probe
 from inference.target import attention as packed
 from inference.target.attention import (
-    EACH,
     FLEX,
     GROUPED,
+    LOOP,
     NEEDED,
     SDPA,
     VARLEN,
@@ -125,10 +125,10 @@ OFFERED = {"with groups": frozenset({*NEEDED, "enable_gqa"}), "without": frozens
         ("cuda", torch.bfloat16, (128, 128), None, FLEX),
         ("cuda", torch.bfloat16, (20, 20), "without", FLEX),
         ("cuda", torch.bfloat16, (192, 128), "without", FLEX),
-        ("cuda", torch.bfloat16, (288, 288), "without", EACH),
+        ("cuda", torch.bfloat16, (288, 288), "without", LOOP),
         ("cuda", torch.float32, (128, 128), "without", FLEX),
-        ("cuda", torch.float32, (8, 8), "without", EACH),
-        ("cpu", torch.bfloat16, (128, 128), "without", EACH),
+        ("cuda", torch.float32, (8, 8), "without", LOOP),
+        ("cpu", torch.bfloat16, (128, 128), "without", LOOP),
     ],
 )
 def test_the_kernel_follows_from_device_dtype_and_widths(
@@ -206,7 +206,7 @@ def test_a_kernel_gives_what_the_loop_does(
     monkeypatch.setattr(attention, "varlen_options", lambda _: OFFERED.get(kernel))
     attend = attention.KERNELS[FLEX if kernel == FLEX else VARLEN]
     for scale in (None, 0.3):
-        expected = attention.attend_each(query, key, value, scale, window, documents)
+        expected = attention.attend_in_loop(query, key, value, scale, window, documents)
         found = attend(query, key, value, scale, window, documents)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

@@ -384,10 +384,10 @@ def test_the_lm_heads_rows_of_a_head_stay_where_its_graphs_read_them() -> None:
         torch.testing.assert_close(embeddings.logits(state, ids), embeddings.logits(state)[:, ids])
     where = [embeddings._rows(ids).weight.data_ptr() for ids in sets]
     assert [embeddings._rows(ids).weight.data_ptr() for ids in reversed(sets)] == where[::-1]
-    count = len(embeddings._all_rows)
+    count = len(embeddings._rows_by_ids)
     sets.pop()
     del ids
-    assert len(embeddings._all_rows) == count - 1, "the rows of a head that is gone"
+    assert len(embeddings._rows_by_ids) == count - 1, "the rows of a head that is gone"
 
 
 def test_a_step_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -203,7 +203,7 @@ def test_a_head_that_has_drafted_can_be_trained(name: str) -> None:
     """What decoding keeps, in inference mode, no gradient could go through."""
     target, head = toys.target("llama", torch.float64), toys.head(name, toys.target("llama", torch.float64))
     made: Any = head.requires_grad_()
-    target.embeddings._all_rows.clear()
+    target.embeddings._rows_by_ids.clear()
     features, mask = batch(made.feature_layers, torch.float64)
     with torch.inference_mode():
         made.extend(None, NewRows(Features(*(part[:1] for part in features[:4])), features.token[:1]))

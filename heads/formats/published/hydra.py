@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from heads.base import Embeddings, LayerDims, embedding_of, resolve_layer_dims
-from heads.common.rope import SAID, Rope, positions_of
+from heads.common.rope import ROPE_KEYS, Rope, positions_of
 from heads.formats.published.exporting import Export, ExportedHead
 from heads.formats.published.plan import EMBEDDING, EPS, PLAIN, PublishedHead, TensorMapping, check_width, decoder
 
@@ -62,7 +62,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     layer |= {"rope_theta": PLAIN.theta, "rope_scaling": None, "norm_eps": EPS}
     if prefix:  # values that config.json lacks are the target's
         target = embeddings.config.to_dict()
-        taken = ["rms_norm_eps", *(() if positions_of(config) else SAID)]
+        taken = ["rms_norm_eps", *(() if positions_of(config) else ROPE_KEYS)]
         config = {key: target[key] for key in taken if key in target} | config
         layer = decoder(source._replace(config=config), f"{PREFIX}layers.0.", embeddings)
     return TensorMapping("hydra", numbers | layer, rename, unread=set(duplicates) if tied else set())
