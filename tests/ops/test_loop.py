@@ -60,7 +60,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = toys.target()
     target.model.save_pretrained(folder / "target")
     target.tokenizer.save_pretrained(folder / "target")
-    saved = Target.of(run_config_of(folder, []).model)
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        saved = Target.of(run_config(split_config(compose("ops/loop", words_of(folder, [])))[0]).model)
     save_head(folder / "served" / "head", toys.head("medusa", saved), saved.spec, asdict(TREE))
     model = {"name": "toy", "path": str(folder / "target"), "dtype": "float32", "device": "cpu"}
     (folder / "served" / "config.yaml").write_text(json.dumps({"model": model}), encoding="utf-8")
@@ -81,12 +83,6 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 def words_of(folder: Path, more: list[str]) -> list[str]:
     named = [f"log={folder / 'log.jsonl'}", f"serve={folder / 'served'}", f"model.path={folder / 'target'}"]
     return ["head=medusa", *named, *SMALL, f"out={folder / 'loop'}", *more]
-
-
-def run_config_of(folder: Path, more: list[str]) -> Any:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(split_config(compose("ops/loop", words_of(folder, more)))[0])
 
 
 @pytest.fixture

@@ -116,22 +116,17 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(tmp_path: Path
         assert not (made / "publish").exists()
 
 
-def write_gguf(file: Path, tokens: list[str]) -> Path:
-    writer = GGUFWriter(file, "llama")
-    writer.add_token_list(tokens)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return file
-
-
 def test_another_targets_gguf_is_refused_before_the_head_is_written(
     tmp_path: Path, target: EmbeddingsOnly, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = run(tmp_path, target, "eagle3", EAGLE3 | {"feature_norm": False, "norm_output": False})
     tokens = sorted(vocab := target.tokenizer.get_vocab(), key=vocab.__getitem__)
     for name, listed in (("own", tokens), ("other", tokens[::-1])):
-        write_gguf(tmp_path / name, listed)
+        writer = GGUFWriter(tmp_path / name, "llama")
+        writer.add_token_list(listed)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
     out = publish(config(made, "gguf", gguf=str(tmp_path / "own")), HfApi())
     written = (out / "head.gguf").read_bytes()
     with monkeypatch.context() as patch:
