@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
 from data.text import template
-from data.text.parts import REASONING, BadSampleError, LeftOutError, Message, content_text
+from data.text.parts import REASONING, BadSampleError, LeftOutError, Message, content_text, first
 from data.text.records import Record
 from inference.target.tokenizer import RenderError, encode_one, text_ids
 
@@ -31,6 +31,7 @@ ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|star
 THINK, THOUGHT = "<think>", "</think>"  # tags of a reasoning block, which servers may leave in an answer
 UNFINISHED = "with an answer that was cut off, trained without an end"
 OPENING_DROPPED = "with a turn of the assistant before the first question, which the chat template refuses"
+CHECK = "check its messages or given mask, and where the chat template puts {% generation %}"
 OPENED = re.compile(rf"{OPEN}\s*\Z")
 TRAINED = re.compile(b"\1+")  # a run of ones in the bytes of a mask
 Masked = tuple[list[int], list[int]]  # tokens, and their loss mask
@@ -38,14 +39,14 @@ Masked = tuple[list[int], list[int]]  # tokens, and their loss mask
 
 def reasoning_of(message: Message) -> str:
     """Return an answer's reasoning, or empty."""
-    field = next((str(message[name]) for name in REASONING if message.get(name)), "")
+    field = str(first(message, REASONING, ""))
     block = BLOCK.match(message["content"]) if isinstance(message["content"], str) else None
     return field or (re.sub(rf"{OPEN}|{CLOSE}", "", block[0]) if block else "")
 
 
 def under_all_names(message: Message) -> Message:
     """Return the message with its reasoning under every name that templates read."""
-    field = next((message[name] for name in REASONING if message.get(name)), None)
+    field = first(message, REASONING)
     return message if field is None else {**message, "reasoning_content": field, "thinking": field}
 
 
@@ -76,10 +77,7 @@ def skip(text: str, start: int, end: int, strip: bool) -> int:
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
-    """Split a text into reasoning and answer; a think block opens the text, or the prompt opened it.
-
-    Without such a block, an end tag is part of the answer.
-    """
+    """Split a text into the reasoning of a think block, which the text or the prompt opens, and the answer."""
     if not text.lstrip().startswith(THINK) and not (opened and THOUGHT in text):
         return "", text
     reasoning, _, answer = text.partition(THOUGHT)
@@ -116,15 +114,9 @@ def samples_of(
 ) -> list[Sample]:
     """Return a record's samples: its given tokens, a text's pieces, or a chat, which some templates split.
 
-    Args:
-        path: the record's source, for error messages.
-        config: `turns`, `reasoning`, `max_tokens` and `on_bad` apply.
-        drop_counts: counts of dropped and truncated records by cause, updated here.
-
     Raises:
-        ValueError: the tokenizer has no chat template for a chat; or, unless data.on_bad=drop, a chat has no answer, is
-            refused by the template, has a mask of all zeros or all ones, or loses all answers to data.max_tokens. The
-            message names `path` and the sample.
+        ValueError: by `path` and sample: there is no chat template for a chat; or, unless data.on_bad=drop, a chat has
+            no answer, is refused by the template, has a mask of one value, or loses all answers to data.max_tokens.
     """
     plain = is_plain(record, tokenizer)
     if not (plain or record.pretokenized or record.error) and not tokenizer.chat_template:
@@ -141,10 +133,6 @@ def samples_of(
                 if len(mask) != len(token) or set(mask) - {0, 1}:
                     message = f"it has {len(token)} tokens and a loss_mask of {len(mask)}; give a 0 or 1 for each token"
                     raise BadSampleError("mask that does not fit", message)
-                if 1 not in mask:
-                    raise BadSampleError(
-                        "mask all zeros", "the loss mask of its tokens is all zeros; remove the sample"
-                    )
             samples = _samples(record.id, record.pretokenized, config.max_tokens, drop_counts)
         elif plain:
             samples = _plain(record, tokenizer, config.max_tokens, drop_counts)
@@ -163,14 +151,8 @@ def samples_of(
             if not masked:
                 message = "the chat template writes nothing of its answer; remove the sample"
                 raise BadSampleError("an answer that the chat template leaves out", message)
-            for _, mask in masked:
-                if len(set(mask)) < 2:
-                    value = "ones" if any(mask) else "zeros"
-                    raise BadSampleError(
-                        f"mask all {value}",
-                        f"the loss mask is all {value}; check its messages, and where the chat template "
-                        "puts {% generation %}",
-                    )
+            if any(0 not in mask for _, mask in masked):
+                raise BadSampleError("mask all ones", f"the loss mask is all ones; {CHECK}")
             samples = _samples(record.id, masked, config.max_tokens, drop_counts)
     except BAD as error:
         count_bad(error, f"{path}: sample {record.id}", config, drop_counts)
@@ -241,6 +223,8 @@ def _samples(id_: str, masked: Sequence[Masked], max_tokens: int, drop_counts: C
     names = [id_ if len(masked) == 1 else f"{id_}#{number}" for number in range(len(masked))]
     samples: list[Sample] = []
     for name, (token, mask) in zip(names, masked, strict=True):
+        if 1 not in mask:
+            raise BadSampleError("mask all zeros", f"the loss mask is all zeros; {CHECK}")
         within = mask[:max_tokens]
         if 1 in within:  # truncated after the last trained token: later tokens would not be trained
             end = len(token) if len(token) <= max_tokens else max_tokens - within[::-1].index(1)
@@ -337,10 +321,7 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, strip: bool) -> Tu
 
 
 def _block_spans(text: str, spans: list[template.Span], least: int, ends: template.Ends) -> list[template.Span]:
-    """Return a template's {% generation %} spans with what the model writes around them.
-
-    These are the whitespace before the first, from `least` on, and the end-of-turn token.
-    """
+    """Return {% generation %} spans with the whitespace before the first, from `least` on, and the end of the turn."""
     if spans:
         if least < spans[0][0] and not text[least : spans[0][0]].strip():
             spans[0] = least, spans[0][1]
@@ -386,7 +367,7 @@ def joined(turns: list[Turn]) -> list[Turn]:
     for turn in reversed(turns):
         longer = next((other for other in texts if other.text.startswith(turn.text)), None)
         if longer is None:
-            texts.append(Turn(turn.text, list(turn.spans), list(turn.unfinished)))
+            texts.append(turn)
         else:
             longer.spans[:0] = turn.spans
             longer.unfinished[:0] = turn.unfinished
@@ -397,7 +378,6 @@ def _mask(text: str, spans: list[template.Span], tokenizer: PreTrainedTokenizerB
     """Return the text's tokens, and 1 for each token that is entirely in a span; the target writes no other.
 
     A token that seems to start before a span may follow a space outside every token; the prefix's own tokens decide.
-    Tokens across an answer's edge are refused if the tokenizer does not tell their characters.
     """
     token, mask, straddles = list[int](), list[int](), True
     if tokenizer.is_fast:

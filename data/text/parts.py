@@ -5,7 +5,7 @@ Content parts become text, reasoning, tool calls or tool results by their type; 
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from data.text.files import filled
@@ -43,9 +43,9 @@ CALLERS = ("function_call", "tool_call")  # ShareGPT's and ms-swift's roles for 
 SPEAKERS = ROLES.keys() - {*CALLERS}
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
 FINISH = {
-    *("finish_reason", "finishReason", "stop_reason", "stopReason", "done_reason"),
-    *("incomplete_details", "generation_info", "response_metadata", "amazon-bedrock-guardrailAction"),
-}
+    "finish_reason", "finishReason", "stop_reason", "stopReason", "done_reason",
+    "incomplete_details", "generation_info", "response_metadata", "amazon-bedrock-guardrailAction",
+}  # fmt: skip
 ENDS = ("stop", "end_turn", "eos", "eos_token", "tool_use", "tool_calls")  # stop reasons that are not a stop string
 WEIGHTS = {"weight", "training", "train", "loss"}  # fields by which a message is not trained: OpenAI's; others'
 # Fields of a message that templates do not read: bookkeeping of replies, and fields renamed here.
@@ -54,16 +54,18 @@ BOOKKEEPING = {
     "stop_details", "phase", "container", "logprobs", "refusal", "annotations", "function_call", "tool_calls",
     "provider_specific_fields", "thinking_blocks", "finish_reason", "weight", "reasoning_details",
     "additional_kwargs", "response_metadata", "usage_metadata", "invalid_tool_calls", "example", "tool_call_chunks",
-    "contents", "tool_call_ids", "is_demo", *WEIGHTS, *REASONING,
+    "contents", "tool_call_ids", "is_demo", "function_call_name", "function_call_arguments_json",
+    *WEIGHTS, *REASONING,
 }  # fmt: skip
-CUT = (  # an answer that is cut off
-    *("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded", "stop_sequence", "pause_turn"),
-    *("model_length", "incomplete", "malformed_function_call"),
+REASONS = _by_name(  # a reason for which an answer ended -> OpenAI's name of it; any other is a stop
+    length="length max_tokens max_output_tokens model_context_window_exceeded stop_sequence pause_turn model_length "
+    "incomplete malformed_function_call malformed_tool_use malformed_model_output malformed_response other unknown "
+    "unexpected_tool_call too_many_tool_calls abort aborted cancelled canceled user_cancel timeout time_limit "
+    "token_limit error_limit network_error insufficient_system_resource streaming input-streaming enum_2 enum_10",
+    content_filter="content_filter refusal safety guardrail_intervened content_filtered prohibited_content recitation "
+    "blocklist spii intervened language image_safety sensitive error_toxic enum_3 enum_4 enum_6 enum_7 enum_8 enum_9",
+    error="error",
 )
-REFUSED = {
-    "content_filter", "refusal", "safety", "guardrail_intervened", "content_filtered", "prohibited_content",
-    "recitation", "blocklist", "spii", "intervened",
-}  # fmt: skip
 MEDIA = {  # keys and types of content that is not text
     f"{before}{kind}{after}"
     for kind in ("image", "video", "audio", "images", "videos", "audios")
@@ -74,7 +76,7 @@ STEP = re.compile(r"step-start|tool-(?!call$|result$)|dynamic-tool")  # types of
 HIDDEN = "hidden"  # the field of a message whose server withheld the reasoning
 REPLACED = re.compile(  # what a log writes in place of a text: also Python's repr of a reply, Strands' parts in JSON
     r"\(litellm_truncated|^(redacted-by-litellm|__REDACTED__)$|^(<truncated due to size|\[Scrubbed due to |<NoneType re"
-    r"|[\[{]+'(?:message\.)?(?:role|messages|choices|id|content)': |(?:ChatCompletion|ModelResponse|Response)\(id="
+    r"|[\[{]+'(?:message\.)?(?:role|messages|contents?|choices|id)': |(?:ChatCompletion|ModelResponse|Response)\(id="
     r'|\[\{"(?:text|toolUse|toolResult)": )'
 )
 # What Cline writes in place of an answer, or behind one that was interrupted.
@@ -84,9 +86,9 @@ CLIENT = re.compile(r"^Failure: I did not provide a response\.$|\n\n\[Response i
 class BadSampleError(ValueError):
     """A record that cannot be used: of unknown shape, or without an exact mask."""
 
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(f"{message}, or set data.on_bad=drop")
-        self.cause, self.message = cause, message
+    def __init__(self, cause: str, message: str = "") -> None:
+        self.cause, self.message = cause, message or f"holds {cause}"
+        super().__init__(f"{self.message}, or set data.on_bad=drop")
 
 
 class LeftOutError(BadSampleError):
@@ -101,14 +103,21 @@ def parsed(value: Any) -> Any:
         return value
 
 
+def first(fields: Message, names: Iterable[str], default: Any = None) -> Any:
+    """Return the first of the named fields that is not empty."""
+    return next((fields[name] for name in names if fields.get(name)), default)
+
+
 def finish_reasons(fields: Message) -> list[str]:
-    """Return the reasons, in lower case, for which a reply or a message ended, under any name."""
+    """Return the reasons for which a reply or a message ended, by OpenAI's names."""
     given = [fields[key] for key in fields.keys() & FINISH if fields[key] and fields[key] != "NONE"]  # a guardrail's
+    given += [f"enum_{fields[key]}" for key in ("finish_reason", "finishReason") if type(fields.get(key)) is int]
     matched = (fields.get("stop_reason") or fields.get("matched_stop")) if "finish_reason" in fields else None
     given += ["stop_sequence"] * (isinstance(matched, str) and matched not in ENDS)  # vLLM's and SGLang's stop string
     holders = [value if isinstance(value, dict) else {"": value} for value in given]
     holders += [inner for holder in holders for inner in holder.values() if isinstance(inner, dict)]
-    return [str(reason).lower().rpartition(".")[2] for holder in holders for reason in holder.values()]
+    names = [str(reason).lower().rpartition(".")[2] for holder in holders for reason in holder.values()]
+    return [REASONS.get(name.replace("-", "_"), "stop") for name in names]
 
 
 def reasons_in(reply: Any) -> list[str]:
@@ -117,7 +126,7 @@ def reasons_in(reply: Any) -> list[str]:
         reply = reply[0]
     if not isinstance(reply, dict):
         return []
-    inner = next((reply[key] for key in ("choices", "candidates", "generations") if reply.get(key)), None)
+    inner = first(reply, ("choices", "candidates", "generations"))
     return finish_reasons(reply) or reasons_in(inner)
 
 
@@ -155,7 +164,7 @@ def _part_text(piece: Message) -> str:
     default = next((key for key in piece if key in MEDIA), "text" if "text" in piece else "json")
     kind = piece.get("type") or default
     if PARTS.get(kind) == "text":
-        return text_of(next((piece[key] for key in ("text", "content", "value") if piece.get(key) is not None), ""))
+        return text_of(first(piece, ("text", "content", "value")))
     if kind not in RESULTS:
         raise unread(str(kind))
     value = piece.get("json", piece.get("value", piece))
@@ -193,13 +202,10 @@ def _messages(raw: Message) -> Iterator[Message]:
         return
     inner = raw.get("kwargs", raw.get("data"))
     if isinstance(inner, dict):  # LangChain's message, serialised or as a dict
-        raw = {**inner, "role": raw["id"][-1] if "lc" in raw else raw["type"]}
+        raw = {"role": raw["id"][-1] if "lc" in raw else raw["type"], **inner}  # ChatMessage has a role
     if isinstance(more := raw.get("additional_kwargs"), dict):  # LangChain's extra fields, unless the message has them
-        raw = (
-            raw
-            | {key: more[key] for key in ("tool_calls", "function_call", "refusal", *REASONING) if more.get(key)}
-            | {key: value for key, value in raw.items() if value}
-        )
+        names = "tool_calls", "function_call", "refusal", *REASONING
+        raw |= {key: more[key] for key in names if more.get(key) and not raw.get(key)}
     if raw.get("toolInvocations") and not raw.get("parts"):
         raise unread("toolInvocations")
     if any(isinstance(piece, dict) and STEP.match(str(piece.get("type"))) for piece in raw.get("parts") or ()):
@@ -214,7 +220,7 @@ def _messages(raw: Message) -> Iterator[Message]:
     fields = filled({key: value for key, value in raw.items() if key not in BOOKKEEPING}, GIVEN)
     if media := media_in(raw):
         raise unread(media)
-    content = next((raw[key] for key in ("parts", "content", "contents", "value") if key in raw), "")
+    content = first(raw, ("parts", "content", "contents", "value"), "")
     if name in CALLERS and isinstance(content, str):
         value = parsed(content)
         value = value if isinstance(value, list) else [value]
@@ -224,6 +230,8 @@ def _messages(raw: Message) -> Iterator[Message]:
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     others: list[Any] = [raw["function_call"]] if raw.get("function_call") else []
     others += raw.get("invalid_tool_calls") or ()  # LangChain's, of broken arguments
+    if role == "assistant" and "function_call_name" in raw:  # OpenInference's, until 2024
+        others.append({"name": raw["function_call_name"], "arguments": raw.get("function_call_arguments_json")})
     for piece in [*parts, *({**call, "type": "function_call"} for call in others)]:
         _take(piece, by_kind)
     calls = [_call(call) for call in parsed(raw.get("tool_calls")) or ()]
@@ -231,11 +239,11 @@ def _messages(raw: Message) -> Iterator[Message]:
     listed = {None, *(call.get("id") for call in calls)} if calls else ()
     calls = [call for call in map(_call, by_kind.get("call", ())) if call.get("id") not in listed] + calls
     for result in by_kind.get("result", ()):
-        ids = next(({"tool_call_id": result[key]} for key in IDS if result.get(key)), {})
-        named = {"name": result["name"]} if result.get("name") else {}
-        yield {"role": "tool", "content": _result_text(result), **ids, **named}
+        named = {"tool_call_id": first(result, IDS), "name": result.get("name")}
+        answer = {"role": "tool", "content": _result_text(result)}
+        yield answer | {key: value for key, value in named.items() if value}
     if raw.get("refusal") or "refusal" in by_kind:
-        raise LeftOutError("a refusal", "its answer is a refusal")
+        raise LeftOutError("a refusal")
     details: dict[str, list[Any]] = {}
     # OpenRouter's entries mark a summary of the reasoning, LiteLLM's a redacted one.
     for piece in raw.get("reasoning_details") or raw.get("thinking_blocks") or ():
@@ -245,13 +253,14 @@ def _messages(raw: Message) -> Iterator[Message]:
     if "reasoning" in details or "hidden" not in details:
         result |= {key: raw[key] for key in REASONING if isinstance(raw.get(key), str)}
         thought = thought or "".join(() if result.keys() & {*REASONING} else details.get("reasoning", ()))
-    reasons = {str(raw.get("status")), *finish_reasons(raw)} if role == "assistant" else set[str]()
-    cut = "length" if {*CUT} & reasons else ""
+    ends = [raw.get("status"), *(piece.get("state") for piece in parts)]  # of Responses' items; of the AI SDK's parts
+    reasons = finish_reasons(raw) + [REASONS.get(str(end), "") for end in ends] if role == "assistant" else []
+    cut = "length" if "length" in reasons else ""
     hidden = "hidden" in by_kind or "hidden" in details or isinstance(raw.get("reasoning"), dict)
     added = {"reasoning_content": thought, "tool_calls": calls, "finish_reason": cut, HIDDEN: hidden}
     result |= {key: value for key, value in added.items() if value}
     result |= {"tool_call_id": raw["tool_call_ids"][0]} if raw.get("tool_call_ids") else {}  # SWE-agent's
-    untrained = REFUSED & reasons or any(raw[key] in (0, "0") for key in raw.keys() & WEIGHTS)
+    untrained = "content_filter" in reasons or any(raw[key] in (0, "0") for key in raw.keys() & WEIGHTS)
     result |= {"weight": 0} if untrained or raw.get("is_demo") or CLIENT.search(result["content"]) else {}
     if "result" not in by_kind or {*by_kind} - {"result", "nothing"} or calls:
         yield result
@@ -269,30 +278,26 @@ def _result_text(result: Message) -> str:
 
 def _steps(raw: Message) -> Iterator[Message]:
     """Yield the AI SDK's message for the UI as those of its steps: what the model wrote, then its tools' results."""
-    steps: list[Messages] = [[]]
-    for piece in raw["parts"]:
-        steps += [[]] if piece.get("type") == "step-start" else []
-        steps[-1] += [piece] if piece.get("type") != "step-start" else []
-    for step in steps:
-        content, results = [], []
-        for piece in step:
-            tool = piece.get("toolInvocation", piece)
-            if "toolCallId" not in tool:
-                content.append(piece)
-                continue
+    content, results = Messages(), Messages()
+    for piece in [*raw["parts"], {"type": "step-start"}]:
+        tool = piece.get("toolInvocation", piece)
+        if piece.get("type") == "step-start":
+            messages = {raw["role"]: content, "tool": results}
+            yield from ({"role": role, "content": pieces} for role, pieces in messages.items() if pieces)
+            content, results = [], []
+        elif "toolCallId" not in tool:
+            content.append(piece)
+        else:
+            if tool.get("providerExecuted"):
+                raise unread("providerExecuted")
             name = tool.get("toolName") or piece["type"].removeprefix("tool-")
-            arguments = next((tool[key] for key in ("input", "args", "rawInput") if tool.get(key) is not None), None)
-            content.append(
-                {"type": "tool-call", "toolCallId": tool["toolCallId"], "toolName": name, "input": arguments or {}}
-            )
+            arguments = first(tool, ("input", "args", "rawInput"), {})
+            fields = {"toolCallId": tool["toolCallId"], "toolName": name, "input": arguments}
+            content.append({"type": "tool-call", "state": tool.get("state"), **fields})
             output = next((tool[key] for key in ("output", "result", "errorText") if key in tool), None)
             if output is not None:
                 value = output if isinstance(output, str) else {"type": "json", "value": output}
                 results.append({"type": "tool-result", "toolCallId": tool["toolCallId"], "output": value})
-        if content:
-            yield {"role": raw["role"], "content": content}
-        if results:
-            yield {"role": "tool", "content": results}
 
 
 def _take(piece: Message, by_kind: dict[str, list[Any]]) -> None:
@@ -302,14 +307,14 @@ def _take(piece: Message, by_kind: dict[str, list[Any]]) -> None:
     kind, inner = PARTS.get(name, str(name)), piece.get(name)
     body = inner if isinstance(inner, dict) else piece
     if kind == "text":
-        value = next((piece[key] for key in ("text", "content") if piece.get(key) is not None), "")
+        value = piece.get("text", piece.get("content", ""))
         if not isinstance(value, str):
             raise TypeError("a text part holds no text")
         if value:
             by_kind.setdefault("reasoning" if piece.get("thought") is True else "text", []).append(value)  # Gemini
     elif kind == "reasoning":
         text = body.get("reasoningText", body)
-        value = next((text[key] for key in ("thinking", "text", "content", "reasoning") if text.get(key)), "")
+        value = first(text, ("thinking", "text", "content", "reasoning"), "")
         if isinstance(value, list):  # a Responses item's own reasoning; its summary is by another model
             value = [{"text": item["text"]} for item in value]
         value = "" if '"type": "summary_text"' in value else value  # OpenLLMetry's, in JSON
@@ -330,7 +335,7 @@ def _call(call: Message) -> Message:
     given = next((holder.pop(key) for holder in (function, call) for key in names if key in holder), None)
     if given is not None:  # OpenAI encodes them as JSON text
         function["arguments"] = parsed(given)
-    ids = next(({"id": call[key]} for key in ("call_id", "id", "toolUseId", "toolCallId") if call.get(key)), {})
+    ids = {"id": identity} if (identity := first(call, IDS)) else {}
     return {"type": "function", **ids, "function": filled(function, GIVEN)}
 
 
@@ -346,7 +351,8 @@ def tools_of(value: Any) -> tuple[Message, ...]:
         if "cachePoint" in tool:
             continue
         if "function" not in tool and "name" in tool:
-            schema = tool.get("input_schema", tool.get("inputSchema", {}).get("json"))
+            schema = tool.get("input_schema", tool.get("inputSchema"))
+            schema = schema["json"] if isinstance(schema, dict) and "json" in schema else schema  # Bedrock's
             left = ("type", "cache_control", "input_schema", "inputSchema")
             function = {key: value for key, value in tool.items() if key not in left}
             tool = {"type": "function", "function": function | ({} if schema is None else {"parameters": schema})}

@@ -94,9 +94,8 @@ def load_training(
         max_prompt_tokens: maximum tokens of a returned prompt; None for no limit.
 
     Raises:
-        ValueError: data are unreadable, empty or of unknown shape; a chat has no chat template or one that cannot be
-            masked; unless data.on_bad=drop, a chat has no answer to train on, or a held-out prompt no room for an
-            answer; or a prompt of data.prompts has no room.
+        ValueError: data are unreadable, empty or of unknown shape, or cannot be masked; or, unless data.on_bad=drop, a
+            chat has no answer, or a held-out prompt no room for one; or a prompt of data.prompts has no room.
     """
     evaluation = [name for name in (config.prompts, locate(workload) if workload else "") if name]
     if config.contamination is None:
@@ -283,9 +282,8 @@ def with_text(record: Record, tokenizer: PreTrainedTokenizerBase) -> Record:
 def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase, where: str = "") -> Prompt:
     """Return the prompt of a record: a chat's first question, in its chat template if any, or a piece of a text.
 
-    For a record with given tokens, the prompt is the tokens before the first answer, without a text: a system prompt
-    shared by all records would count as contamination. A record without a prompt, or with one that is no text or cannot
-    be rendered, is refused by `where` and its id.
+    Of given tokens, those before the first answer, without a text: a system prompt shared by all records would count
+    as contamination. A record without a prompt that can be rendered is refused by `where` and its id.
     """
     try:
         return _prompt(record, tokenizer)
@@ -375,7 +373,6 @@ def cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: S
     That is the tokenizer and its chat template, the options outside NOT_IN_CACHE_KEY, the identities of the data and of
     the evaluation prompts (`sources`), the code of this package and of CODE, and the tokenising libraries.
     """
-    # The code is part of the key, so no version number is needed.
     files = (*(ROOT / name for name in CODE), *sorted(Path(__file__).parent.glob("*.py")))
     code = [content_hash(file) for file in files]
     parts = {

@@ -6,14 +6,14 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from data.text.files import Raw
-from data.text.parts import CUT, BadSampleError, LeftOutError, Messages
+from data.text.parts import REASONS, BadSampleError, LeftOutError, Messages
 from data.text.shapes import ANSWERS, QUESTIONS, SHAPES, Chat, chat_of
 from data.text.streams import at
 
 IDS = (
-    *("id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id"),
-    *("uid", "unique_id", "instance_id", "_id", "ID", "key", "request_id", "requestId"),
-)
+    "id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id",
+    "uid", "unique_id", "instance_id", "_id", "ID", "key", "request_id", "requestId",
+)  # fmt: skip
 KNOWN = (
     '{"messages": [{role, content}]}, {"conversations": [{role, content} or {from, value}]}, {"prompt", "answer"}, '
     '{"question", "answer"}, {"instruction", "input", "output"}, {"turns" or "prompt": [...]}, {"text"}, tokens: '
@@ -23,18 +23,16 @@ KNOWN = (
 SHOWN = 300  # maximum characters of a record in an error
 SUMMARIZE = "Summarize: {}"  # Spec-Bench's prompt for CNN/DailyMail articles
 UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for text under another licence
-
-
-QUIZ = ("context", "question", *(f"choice_{letter}" for letter in "ABCD"))
+QUIZ = "context question choice_A choice_B choice_C choice_D"
 # Published sets: the keys of a set, the keys of its prompt, the key of its answer (empty: none).
-SETS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
-    (("problem", "solution"), ("problem",), "solution"),  # MATH-500, AIME
-    (("Problem", "Solution"), ("Problem",), "Solution"),  # AIME
-    (("text", "code", "test_list"), ("text",), "code"),  # MBPP
-    (("question_content", "starter_code"), ("question_content", "starter_code"), ""),  # LiveCodeBench
-    (("instance_id", "problem_statement", "text"), ("text",), "patch"),  # SWE-bench, with the files to change
-    (("instance_id", "problem_statement"), ("problem_statement",), "patch"),  # SWE-bench
-    (("context", "input", "answers"), ("context", "input"), ""),  # LongBench
+SETS = (
+    ("problem solution", "problem", "solution"),  # MATH-500, AIME
+    ("Problem Solution", "Problem", "Solution"),  # AIME
+    ("text code test_list", "text", "code"),  # MBPP
+    ("question_content starter_code", "question_content starter_code", ""),  # LiveCodeBench
+    ("instance_id problem_statement text", "text", "patch"),  # SWE-bench, with the files to change
+    ("instance_id problem_statement", "problem_statement", "patch"),  # SWE-bench
+    ("context input answers", "context input", ""),  # LongBench
     (QUIZ, QUIZ, ""),  # LongBench v2
 )
 # Given tokens. vLLM and SGLang return them if `return_token_ids` is set; SGLang names the answer's `output_ids`.
@@ -155,7 +153,7 @@ def read(raw: Raw, index: int, path: str) -> Record:
     chat = chat or Chat("tokens" if pretokenized else "text", [])
     category = label(raw.get("category") or "")
     whole = chat.messages, text, chat.tools, path, pretokenized
-    ended = str(raw.get("finish_reason")).lower() not in CUT
+    ended = REASONS.get(str(raw.get("finish_reason")).lower()) != "length"
     fault = None if pretokenized and not isinstance(error, LeftOutError) else error
     return Record(name, category, *whole, chat.shape, chat.model, chat.notes, ended, fault)
 
@@ -192,8 +190,9 @@ def to_known_shape(raw: Raw, index: int, path: str) -> Raw:
                 )
             messages = [{"role": "user", "content": turn} for turn in turns]
             return {key: value for key, value in raw.items() if key not in ("turns", "prompt")} | {"messages": messages}
-    for keys, prompt_keys, answer in SETS:
-        if raw.keys() >= {*keys} and all(isinstance(raw[key], str) for key in prompt_keys):
+    for keys, prompt_key, answer in SETS:
+        prompt_keys = prompt_key.split()
+        if raw.keys() >= {*keys.split()} and all(isinstance(raw[key], str) for key in prompt_keys):
             names = {key: raw[key] for key in (*IDS, "category") if key in raw}
             prompt = "\n\n".join(raw[key] for key in prompt_keys if raw[key])
             return {**names, "prompt": prompt, "answer": raw.get(answer)}

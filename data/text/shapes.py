@@ -1,7 +1,4 @@
-"""Shapes of records: the keys by which each is recognised, and the paths of request, reply, tools and model.
-
-docs/data_sources.md links to each shape's schema.
-"""
+"""Shapes of records: the paths of request, reply, tools and model; docs/data_sources.md links to the schemas."""
 
 import re
 from typing import Any, NamedTuple
@@ -43,50 +40,46 @@ SHAPES = (
     ("chat", "", ""),
 )
 CHATS = (
-    *("messages", "conversations", "contents", "gen_ai.input.messages", "input", "prompt", "turns", "body"),
-    *("kwargs", "conversation"),
-)
+    "messages", "conversations", "contents", "gen_ai.input.messages", "input", "prompt", "turns", "body",
+    "kwargs", "conversation",
+)  # fmt: skip
 TURNS = ("turns", "prompt")  # of them those whose texts are a user's turns
 SYSTEM = (
-    *("system", "instructions", "systemInstruction", "system_instruction", "gen_ai.system_instructions"),
-    *("system_prompt", "metadata/instructions", "model_parameters/instructions"),
-    *("config/systemInstruction", "config/system_instruction"),
-)
+    "system", "instructions", "systemInstruction", "system_instruction", "gen_ai.system_instructions",
+    "system_prompt", "metadata/instructions", "model_parameters/instructions",
+    "config/systemInstruction", "config/system_instruction",
+)  # fmt: skip
 TOOLS = (
-    *("tools", "toolConfig/tools", "gen_ai.tool.definitions", "functions", "config/tools"),
-    *("model_parameters/tools", "optional_params/tools", "extra/invocation_params/tools"),
-    *("metadata/tools", "kwargs/tools", "attributes/mlflow.chat.tools", "attributes/invocation_params/tools"),
-)
+    "tools", "toolConfig/tools", "gen_ai.tool.definitions", "functions", "config/tools",
+    "model_parameters/tools", "optional_params/tools", "extra/invocation_params/tools",
+    "metadata/tools", "kwargs/tools", "attributes/mlflow.chat.tools", "attributes/invocation_params/tools",
+)  # fmt: skip
 QUESTIONS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "output", "response", "completion", "chosen")
 HOLDERS = (
-    *("choices", "candidates", "generations", "output", "message", "content", "gen_ai.output.messages"),
-    *("messages", "streamed_data", "chunks", "outputs"),
-)
+    "choices", "candidates", "generations", "output", "message", "content", "gen_ai.output.messages",
+    "messages", "streamed_data", "chunks", "outputs",
+)  # fmt: skip
 NO_ANSWER = "no answer"
+WRITTEN = {"text", "response", "reasoning_content", "tool_calls", "usage", "logprobs", "citations"}  # keys of an answer
 CALL = {"function", "toolName"}  # keys of a call, of which a reply may be a list
 MODELS = (
-    *("model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model", "llm.model_name"),
-    *("metadata/model", "provided_model_name"),
-)
-EARLIER = ("previous_response_id", "cachedContent", "cached_content")  # what the server has of earlier turns
+    "model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model", "llm.model_name",
+    "metadata/model", "provided_model_name",
+)  # fmt: skip
+EARLIER = ("previous_response_id", "conversation", "cachedContent", "cached_content")  # what the server has
 TRACES = {"trace_id", "traceId", "parentRunId"}  # keys of a trace's step
 # Keys with a trace span's kind, and the kinds that are no model calls: some pair a prompt with a program's output,
 # others repeat a call that has its own span.
 STEPS = (
-    *("type", "run_type", "span_kind", "attributes/gen_ai.operation.name", "attributes/openinference.span.kind"),
-    *("attributes/traceloop.span.kind", "attributes/mlflow.spanType", "span_attributes/type"),
-)
+    "type", "run_type", "span_kind", "attributes/gen_ai.operation.name", "attributes/openinference.span.kind",
+    "attributes/traceloop.span.kind", "attributes/mlflow.spanType", "span_attributes/type",
+)  # fmt: skip
 NO_CALLS = {
-    *("SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL", "RERANKER"),
-    *("PROMPT", "PARSER", "WORKFLOW", "TASK", "EMBEDDINGS", "EXECUTE_TOOL", "INVOKE_AGENT", "CREATE_AGENT"),
-    *("INVOKE_WORKFLOW", "FUNCTION", "SCORE", "EVAL"),
-}
-COUNTED = (  # the tokens of reasoning, by the reply's usage
-    *("usage/completion_tokens_details/reasoning_tokens", "usage/output_tokens_details/reasoning_tokens"),
-    *("usageMetadata/thoughtsTokenCount", "usage_metadata/thoughts_token_count"),
-    *("usage_metadata/output_token_details/reasoning", "usageDetails/output_reasoning_tokens"),
-)
+    "SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL", "RERANKER",
+    "PROMPT", "PARSER", "WORKFLOW", "TASK", "EMBEDDINGS", "EXECUTE_TOOL", "INVOKE_AGENT", "CREATE_AGENT",
+    "INVOKE_WORKFLOW", "FUNCTION", "SCORE", "EVAL",
+}  # fmt: skip
 TAGGED = re.compile(r"\s*<(reasoning|thought)>(.*?)</\1>\s*", re.DOTALL)  # reasoning of Bedrock's gpt-oss; of Gemini
 RENDERED = re.compile(  # what a chat template, or a client of an older API, writes between turns
     r"<\|(?:im_start|start_header_id|start|user|begin_of_text)\|>|\[INST\]|<start_of_turn>|\n\nHuman:|<\uff5cUser\uff5c>"
@@ -104,18 +97,15 @@ class Chat(NamedTuple):
 
 
 def chat_of(raw: Raw) -> Chat | None:
-    """Return a record as a chat by the first shape that fits, or None; refuse errors, and what cannot be read.
-
-    A value of another type raises TypeError, KeyError, AttributeError, IndexError or ValueError.
-    """
+    """Return a record as a chat by the first shape that fits, or None; refuse errors, and what cannot be read."""
     nearly: list[tuple[bool, str]] = []
     for field in STEPS:
         kind = str(at(raw, field)).strip('"')
         if kind.upper() in NO_CALLS and (field != "type" or kind.isupper() or raw.keys() & TRACES):
-            raise LeftOutError("a step of a trace that is no call of a model", f"is no call of a model but a {kind}")
+            raise LeftOutError("a step of a trace that is no call of a model")
     label = raw.get("label") if raw.keys() & {"completion", "messages"} else None
-    if raw.get("kto_tag", label) is False:  # KTO's rejected answer, in TRL, ms-swift, LLaMA-Factory
-        raise LeftOutError("an answer that is marked as bad", "its answer is marked as bad")
+    if raw.get("kto_tag", label) in (False, "0", "False", "false"):  # KTO's bad answer: TRL, ms-swift, LLaMA-Factory
+        raise LeftOutError("an answer that is marked as bad")
     check_error({"error": raw.get("level") == "ERROR"})  # Langfuse's level
     for name, path, reply_path in SHAPES:
         request, reply = at(raw, path), at(raw, reply_path)
@@ -147,7 +137,7 @@ def chat_of(raw: Raw) -> Chat | None:
         return _chat(name, raw, request, items, reply if reply_path else None)
     question = next((key for key in (*QUESTIONS, *["input"] * ("output" in raw)) if isinstance(raw.get(key), str)), "")
     if question:
-        reply = next((raw[key] for key in ANSWERS if raw.get(key)), None)
+        reply = parts.first(raw, ANSWERS)
         pairs = [zip(("user", "assistant"), list.copy(pair), strict=True) for pair in raw.get("history") or ()]
         earlier = [{"role": role, "content": text} for pair in pairs for role, text in pair]
         further = raw.get("input") or raw.get("context") if question == "instruction" else ""
@@ -169,7 +159,7 @@ def _is_in(reply: Any, last: Raw) -> bool:
         raise
     except (TypeError, KeyError, AttributeError, IndexError):
         return True
-    return not answers or answers[-1]["content"] == messages_of([last])[-1]["content"]
+    return answers[-1]["content"] == messages_of([last])[-1]["content"]
 
 
 def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Chat:
@@ -177,13 +167,13 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     notes = [str(note) for note in at(raw, "claude_code/notes") or ()]
     if reply is None and raw.keys() & streams.ERRORS and items[-1].get("role") != "assistant":
         check_error(raw)
-    definitions = (item.get("content") for item in items if item.get("role") == "tool" and "tool_call_id" not in item)
-    offered = [content for content in definitions if type(content) is dict]  # Langfuse's tools
+    tools = (item.get("content") for item in items if item.get("role") == "tool" and "tool_call_id" not in item)
+    offered = [content for content in tools if type(content) is dict]  # Langfuse's
     # google-genai's calls and results before a reply, behind the request's contents.
     called = at(reply, "automatic_function_calling_history") or at(reply, "automaticFunctionCallingHistory")
     messages = messages_of(called or [item for item in items if item.get("content") not in offered])
-    givers = ((holder, key) for holder in (request, reply) for key in SYSTEM)  # a reply of Responses repeats them
-    system: Any = next((value for giver in givers if isinstance(value := at(*giver), str | list | dict)), "")
+    given = (at(holder, key) for holder in (request, reply) for key in SYSTEM)  # a reply of Responses repeats them
+    system: Any = next((value for value in given if isinstance(value, str | list | dict)), "")
     system = parts.parsed(system) if "gen_ai.system_instructions" in request else system
     if isinstance(system, list) and "role" in next(iter(system), ()):  # a stored prompt of Responses
         system, messages = "", messages_of([{**item, "weight": 0} for item in system]) + messages
@@ -204,22 +194,21 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
         replied = _answered(reply, notes, reasons_in(raw.get("metadata")))  # Langfuse's and Braintrust's
         messages = replied if any(message["role"] == "user" for message in replied) else messages + replied
     holders = [holder for holder in (reply, request, raw) if isinstance(holder, dict)]
-    model = next((str(at(holder, key)) for holder in holders for key in MODELS if at(holder, key)), "")
+    model = next((str(value) for holder in holders for key in MODELS if (value := at(holder, key))), "")
     for message in messages:
         is_tagged = message.pop("extra_content", "gpt-oss" in model) and message["role"] == "assistant"
         if is_tagged and (tagged := TAGGED.match(message["content"])):
             message |= {"reasoning_content": tagged[2], "content": message["content"][tagged.end() :]}
     hidden = [message.pop(parts.HIDDEN, False) for message in messages]
-    if not messages[-1].keys() & {*parts.REASONING}:
-        hidden += [at(holder, path) for holder in (reply, raw) for path in COUNTED]
-    notes += ["whose reasoning the record does not hold"] * any(hidden)
-    earlier: list[Any] = [isinstance(holder.get("conversation"), str | dict) for holder in holders]
-    earlier += [holder.get(key) for holder in holders for key in EARLIER]
-    notes += ["whose earlier turns the record does not hold"] * any(earlier)
+    if not (messages[-1].keys() & {*parts.REASONING} or messages[-1]["content"].lstrip().startswith("<think>")):
+        hidden += [streams.WITHHELD in notes or streams.counts_reasoning(raw)]
+    notes = [note for note in notes if note != streams.WITHHELD] + [streams.WITHHELD] * any(hidden)
+    if any(holder.get(key) and type(holder[key]) is not list for holder in holders for key in EARLIER):
+        notes.append("whose earlier turns the record does not hold")
     keys = {"content", "tool_calls", *parts.REASONING}
     written = (str(message[key]) for message in messages for key in message.keys() & keys)
     if any(map(parts.REPLACED.search, written)):
-        raise LeftOutError(streams.CUT_OFF, f"holds {streams.CUT_OFF}")
+        raise LeftOutError(streams.CUT_OFF)
     if media := parts.media_in(request) or parts.media_in(raw):
         raise parts.unread(media)
     listed = next((value for path in TOOLS for holder in (request, raw) if (value := at(holder, path))), None)
@@ -227,10 +216,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
 
 
 def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
-    """Return the dict with a request's messages, and the messages; None without messages.
-
-    A string is a question if it is in a request; at the top level of a record it may be anything.
-    """
+    """Return the dict with a request's messages, and the messages, or None; a text is a question in requests alone."""
     request = unbatched(request)
     if isinstance(request, list):
         return ({}, request) if request and isinstance(request[0], dict) else None
@@ -269,12 +255,18 @@ def _answered(reply: Any, notes: list[str], reasons: list[str]) -> Messages:
         else:
             check_error(reply)
             reasons += finish_reasons(reply)
+            if reply.keys() >= {"result", "success"}:  # Cloudflare's
+                reply = {"usage": None, **reply["result"]}
+                continue
             body = opened(reply.get("body"))
             is_call = parts.PARTS.get(str(reply.get("type"))) == "call"  # Langfuse's, of a reply with one item
             if is_call or isinstance(body, dict) or streams.events_of(body):
                 reply = [reply] if is_call else body
                 continue
-            holder = next((reply[key] for key in HOLDERS if reply.get(key)), None)
+            is_whole = reply.keys() & {"tool_calls", "reasoning_content"} or reply.keys() >= {"response", "usage"}
+            if is_whole and reply.keys() <= WRITTEN:  # DSPy's, Cloudflare's
+                reply = {"content" if key in ("text", "response") else key: value for key, value in reply.items()}
+            holder = parts.first(reply, HOLDERS)
             if isinstance(reply.get("message"), str) and not reply.keys() <= {"message", "role", *parts.FINISH}:
                 holder = None  # an object that the model was asked for, with a field of this name
             if "tokens_predicted" in reply or (holder is None and isinstance(reply.get("text"), str)):  # llama.cpp's
@@ -285,15 +277,17 @@ def _answered(reply: Any, notes: list[str], reasons: list[str]) -> Messages:
                 reply = [{"role": "assistant", **reply}]
                 continue
             reply = holder or [{"role": "assistant"}]
-    reasons = reasons + [reason for item in reply[-1:] for reason in finish_reasons(item.get("kwargs", item))]
+    last = reply[-1].get("kwargs", reply[-1])
+    reasons = reasons + finish_reasons(last)
+    notes += [streams.WITHHELD] * streams.counts_reasoning(last)
     if "error" in reasons:
-        raise LeftOutError(streams.FAILURE, f"holds {streams.FAILURE}")
-    if parts.REFUSED & {*reasons}:
-        raise LeftOutError("a refusal", "its answer is a refusal")
+        raise LeftOutError(streams.FAILURE)
+    if "content_filter" in reasons:
+        raise LeftOutError("a refusal")
     messages = messages_of(reply)
     if not any(message["content"] or message.keys() & {"tool_calls", *parts.REASONING} for message in messages):
-        raise LeftOutError(NO_ANSWER, f"holds {NO_ANSWER}")
-    if {*parts.CUT} & {*reasons}:
+        raise LeftOutError(NO_ANSWER)
+    if "length" in reasons:
         messages[-1]["finish_reason"] = "length"
     return messages
 

@@ -1,7 +1,4 @@
-"""Sources of records, by name: a file, a folder, a glob or a Hub data set.
-
-The file also splits off held-out records, mixes sources and records their provenance.
-"""
+"""Sources of records by name: files, folders, globs, Hub data sets; held-out records, mixtures, provenance."""
 
 import glob
 import hashlib
@@ -79,10 +76,7 @@ class Files:
         return repr([(kind_of(file), content_hash(file)) for file in self.files])
 
     def provenance(self) -> Json:
-        """Return the number of files, their hash if the files are read to the end, and the settings of their answers.
-
-        The hash of several files is the hash of the list of their hashes. The settings come from the metadata files.
-        """
+        """Return the number of files, unless streamed the hash of their hashes, and the settings of their answers."""
         record: Json = {"name": self.name, "files": len(self.files)}
         if not self.streaming:
             hashes = [content_hash(file) for file in self.files]
@@ -192,10 +186,7 @@ def open_source(name: str, split: str, streaming: bool = False, where: Where = M
 
 
 def check_source(name: str, split: str = "", least: int = 1) -> None:
-    """Refuse a source that cannot be read, or with fewer than `least` records (1 or 2), without reading all of it.
-
-    Files must be readable and of a known format; JSON Lines are read. Of a Hub data set the connection is checked.
-    """
+    """Refuse unreadable files, JSON Lines of fewer than `least` records (1 or 2), or a Hub set without connection."""
     if not is_local(name):
         _check_hub_name(name)
         return
@@ -264,9 +255,8 @@ def open_sources(config: DataConfig) -> list[Source]:
 def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
     """Split `data.held_out` records off the sources.
 
-    The sources share them evenly; the first ones take the remainder. They are a source's last records, or the first
-    records of a streamed source. A source that would lose more than half of its records loses a tenth, at least one.
-    With `data.prompts` all records are trained on. A single record that would be held out is refused.
+    The sources share them evenly; the first ones take the remainder. They are a source's last records, or the first of
+    a streamed source; a tenth of it, at least one, where they would be more than half. A single record is refused.
     """
     parts = []
     for i, source in enumerate(sources):
@@ -291,9 +281,8 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
         if size == 1:
             raise ValueError(f"{source.name}: {SINGLE}")
         held_out = some[:count] if config.streaming else some[-count:]
-        parts.append(
-            Part(source, count, None, held_out) if config.streaming else Part(source, 0, size - count, held_out)
-        )
+        start, stop = (count, None) if config.streaming else (0, size - count)
+        parts.append(Part(source, start, stop, held_out))
     return parts
 
 

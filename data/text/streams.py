@@ -1,29 +1,38 @@
 """Bodies of requests and replies as logs keep them: JSON texts, and streams as events or as their lines."""
 
 import re
+from collections.abc import Set
 from typing import Any
 
 from data.text.files import Raw
 from data.text.parts import LeftOutError, finish_reasons, parsed
 
-ERRORS = {"error", "errorCode", "error.type", "error_str", "exception"}
+ERRORS = {"error", "errors", "errorCode", "error.type", "error_str", "exception"}
 STATUS = {"status_code", "response_status", "status", "level", "type"}
 FAILED = {"failed", "failure", "error", "cancelled", "errored", "canceled", "expired"}
 FAILURE, FURTHER = "an error in place of an answer", "with further choices, which are left out"
-LOGGED = (  # keys by which a JSON text is recognised as a request or a reply
-    *({name} for name in ("messages", "contents", "choices", "candidates", "generations")),
-    *({"role", name} for name in ("content", "parts", "tool_calls")),
-    *({"model", "input"}, {"object", "output"}, {"output", "stopReason"}, {"model", "done"}, {"type", "call_id"}),
-    {"type", "content", "additional_kwargs"},
-)
+WITHHELD = "whose reasoning the record does not hold"
+USAGE = {"usage", "usageMetadata", "usage_metadata", "usageDetails", "usage_details", "metrics", "attributes"}
+REASONED = {  # keys of a usage that count the tokens of reasoning
+    "reasoning_tokens", "reasoningTokens", "thoughtsTokenCount", "thoughts_token_count", "reasoning",
+    "output_reasoning_tokens", "output_reasoning", "completion_reasoning_tokens", "gen_ai.usage.reasoning_tokens",
+    "gen_ai.usage.reasoning.output_tokens", "llm.token_count.completion_details.reasoning",
+}  # fmt: skip
+LOGGED = [  # keys by which a JSON text is recognised as a request or a reply
+    {*keys.split()}
+    for keys in (
+        "messages", "contents", "choices", "candidates", "generations", "role content", "role parts", "role tool_calls",
+        "model input", "object output", "output stopReason", "model done", "type call_id",
+        "type content additional_kwargs",
+    )
+]  # fmt: skip
 # Fields of a stream that are replaced, not appended.
 WHOLE = ("role", "id", "type", "name", "finish_reason", "stop_reason", "stop_sequence", "format", "signature")
 CHOICES = ("choices", "candidates")
 SSE = ("data:", "event:", "id:", "retry:", ":")  # starts of a server-sent event's lines
 EVENTS = {"delta", "candidates", "done", "response", "output_index"}  # keys by which an object is a part of a stream
-CONVERSE = (  # the events of Bedrock's ConverseStream, each around its fields
-    *("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop"),
-)
+# The events of Bedrock's ConverseStream, each around its fields.
+CONVERSE = ("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop")
 CUT_OFF = "a text that the log has shortened or rewritten"
 LOGGED_TEXT = re.compile(r'\s*\[?\s*\{\s*"(role|parts|messages|choices|candidates|id": ?"(chatcmpl|msg_|resp_))')
 JSON_TEXT = re.compile(r'\s*(\[\s*)?\{\s*"')  # the start of an object, or of a list of objects
@@ -61,7 +70,7 @@ def unbatched(value: Any) -> Any:
 def whole(text: str, begin: re.Pattern[str] = LOGGED_TEXT) -> str:
     """Return a text; refuse one that begins as JSON of messages or of a reply does, and is cut off."""
     if begin.match(text) and parsed(text) is text and not events_of(text):
-        raise LeftOutError(CUT_OFF, f"holds {CUT_OFF}")
+        raise LeftOutError(CUT_OFF)
     return text
 
 
@@ -73,7 +82,17 @@ def check_error(holder: Any) -> None:
     if any(holder[key] for key in holder.keys() & ERRORS) or any(
         value in FAILED or (value.isdigit() and int(value) >= 400) for value in status
     ):
-        raise LeftOutError(FAILURE, f"holds {FAILURE}")
+        raise LeftOutError(FAILURE)
+
+
+def counts_reasoning(fields: Raw, names: Set[str] = USAGE) -> bool:
+    """Return whether a usage in a record or a reply, or one of its fields `names`, counts tokens of reasoning."""
+    return any(
+        counts_reasoning(fields[name], fields[name].keys())
+        if isinstance(fields[name], dict)
+        else name in REASONED and fields[name] not in (None, 0, "0")
+        for name in fields.keys() & names
+    )
 
 
 def events_of(text: Any) -> list[Raw]:
@@ -95,8 +114,11 @@ def joined(reply: Any, notes: list[str]) -> Any:
     """
     is_lines = isinstance(reply, list) and all(isinstance(line, str) for line in reply)
     lines = events_of("\n".join(reply) if is_lines else reply)
-    events: Any = lines or ([reply] if isinstance(reply, dict) and "done" in reply else reply)
+    events: Any = lines or ([reply] if isinstance(reply, dict) else reply)
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        return reply
+    notes += [WITHHELD] * any(map(counts_reasoning, events))
+    if isinstance(reply, dict) and "done" not in reply:
         return reply
     events = [parsed(event["data"]) if event.keys() <= {"event", "data", "id"} else event for event in events]
     events = [next((event[name] for name in CONVERSE if name in event), event) for event in events]
@@ -115,7 +137,7 @@ def joined(reply: Any, notes: list[str]) -> Any:
         response, delta, kind = event.get("response"), event.get("delta"), str(event.get("type"))
         index = event.get("index" if kind.startswith("content_block") else "contentBlockIndex")
         if isinstance(response, dict) and response.get("status") not in (None, "queued", "in_progress"):
-            return dict(response)
+            return joined(dict(response), notes)
         check_error(event)
         choices = [choice for key in CHOICES for choice in event.get(key) or () if not choice.get("index")]
         for one in (event, *choices):
@@ -129,8 +151,9 @@ def joined(reply: Any, notes: list[str]) -> Any:
             thinks = at(piece, "extra_content/google/thought")  # Gemini's, in OpenAI's form
             _merge(message, {"reasoning_content": piece.get("content")} if thinks else piece)
             parts += at(choice, "content/parts") or ()
-        if "done" in event:
-            _merge(message, event.get("message") or {"content": response, "thinking": event.get("thinking")})
+        if "done" in event or isinstance(response, str):  # Ollama's; Cloudflare's
+            fields = {name: event.get(name) for name in ("thinking", "tool_calls")}
+            _merge(message, event.get("message") or {"content": response, **fields})
         if kind.startswith("response.output_"):
             item = items.setdefault(event.get("output_index", 0), {**UNFINISHED})
             _merge(item, {"content": delta if kind == "response.output_text.delta" else None})
@@ -163,7 +186,7 @@ def _merge(into: Raw, delta: Raw) -> None:
             for call in value:
                 same_index = [number for number, other in calls.items() if other.get("index") == call.get("index")]
                 old, number = (calls[same_index[-1]], same_index[-1]) if same_index else ({}, len(calls))
-                named = [bool((one.get("function") or {}).get("name")) for one in (old, call)]
+                named = [bool((one.get("function") or one).get("name")) for one in (old, call)]
                 if call["id"] != old.get("id") if call.get("id") else all(named) and "index" not in call:
                     number = len(calls)
                 _merge(calls.setdefault(number, {}), call)

@@ -42,10 +42,7 @@ def render(
     tools: Sequence[Message] = (),
     options: Mapping[str, Any] = NOTHING,
 ) -> str:
-    """Return the chat as the template renders it, ready for the target's answer if `generation_prompt`.
-
-    `options` are more values for the template, such as `enable_thinking`. RenderError: it cannot render the chat.
-    """
+    """Return the chat as the template renders it, with more values for it in `options`, or raise RenderError."""
     text, _ = _rendered(messages, tokenizer, tools, {**options, "add_generation_prompt": generation_prompt})
     return text
 
@@ -64,8 +61,7 @@ def _rendered(
     """Render a chat with tool calls' arguments as objects, which transformers documents, or else as JSON text.
 
     Some templates (DeepSeek-V3) concatenate them with strings. Content in parts is passed as text: a template that only
-    knows text would print the list. transformers' function is called without the tokenizer's method around it, which
-    copies the chat once more.
+    knows text would print the list. The tokenizer's method would copy the chat once more.
     """
     template = _template(tokenizer, tools)
     if any(message["role"] == "developer" for message in messages) and not _writes_developer(tokenizer, template):

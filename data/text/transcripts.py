@@ -1,7 +1,4 @@
-"""Files whose lines are not records: transcripts of agents, OpenTelemetry exports, the two files of a batch.
-
-The file also selects records by their fields.
-"""
+"""Files whose lines are not records: transcripts, OpenTelemetry exports, batches; selection of records by fields."""
 
 import operator
 import re
@@ -18,11 +15,12 @@ Yielded = Iterator[Raw]
 CLAUDE_CODE = {"parentUuid", "leafUuid", "messageId", "sessionId"}  # keys, one of which is in each line
 MESSAGE = {"role", "content", "parts", "ts"}  # keys of a message, where a file is a chat, as Cline writes it
 COLUMN = "attributes."  # prefix of the columns in which Phoenix exports a span's attributes
-COMPACTED = ("compaction", "compaction_summary")  # items that stand for turns which the server keeps
+COMPACTED = ("compaction", "compaction_summary", "context_compaction")  # items in place of turns that the server has
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 # Starts of messages that Codex itself writes as the user.
 CODEX_USER = ("environment_context", "user_instructions", "skill", "user_shell_command", "turn_aborted")
 CONTEXT = re.compile(rf"\s*(<({'|'.join(CODEX_USER)}|subagent_notification)>|# AGENTS\.md instructions)")
+SENT = re.compile(r'\{"author":.*"trigger_turn":|author: .*\nrecipient: .*\nother_recipients: ')  # of another agent
 SYNTHETIC = "<synthetic>"  # model name of lines that Claude Code itself wrote
 SNAPSHOT = "ghost_snapshot"  # an item for Codex's own use
 OTHER_NAMES = {  # prefixes of flat lists (`PREFIX.0.…`) in other conventions -> OpenTelemetry's names
@@ -41,7 +39,7 @@ STATUS_ERROR = (2, "2", "ERROR", "STATUS_CODE_ERROR")
 EXPORTS = ("observations", "data/spans", "data", "child_runs", "logEvents", "requests")
 FETCHED = {"events", "searchedLogStreams", "nextForwardToken", "nextBackwardToken"}  # keys of what `aws logs` prints
 LINES = ("message", "@message")  # fields with a log's line, which may be a record
-OUTER = {*(path.partition("/")[0] for path in EXPORTS), "events", *LINES}
+OUTER = {"observations", "data", "child_runs", "logEvents", "requests", "events", *LINES}
 BATCHES = (  # a batch's two files: the name of a request, and the fields of a request and of its reply
     ("custom_id", "body", "response"),  # OpenAI
     ("custom_id", "params", "result"),  # Anthropic
@@ -54,10 +52,7 @@ SIGNED = re.compile(rf"({'|'.join(SIGNS)})\s*(.*)")
 
 
 def records_in(lines: Iterable[Raw]) -> Yielded:
-    """Yield a file's records: a transcript's chats, an export's spans, any other line unchanged.
-
-    A transcript is held in memory whole.
-    """
+    """Yield a file's records: the chats of a transcript, held in memory whole, an export's spans, any other line."""
     rest = iter(lines)
     for raw in rest:
         if raw.keys() & OUTER and not ("messages" in raw or "custom_id" in raw):
@@ -177,22 +172,34 @@ def _codex(lines: Records) -> Yielded:
             meta = payload if kind == "session_meta" else meta
             summary = {"role": "user", "content": payload.get("message")}
             summarised = [*(items[i] for i in turns), summary] if payload.get("message") else []
-            items = [{**item, "weight": 0} for item in payload.get("replacement_history") or summarised]
+            items = [{**_received(item), "weight": 0} for item in payload.get("replacement_history") or summarised]
         elif kind == "turn_context":
             meta = meta | {"model": payload.get("model")}
         elif payload.get("type") == "thread_rolled_back":  # the user's last turns, with all behind them
             del items[next(iter(turns[-payload["num_turns"] :]), len(items)) :]
         elif kind == "response_item" and payload.get("type") == "additional_tools":
             meta = meta | {"tools": [*meta.get("tools", ()), *payload["tools"]]}
-        elif kind == "response_item" and payload.get("type") != SNAPSHOT:
-            items.append(payload)
+        elif kind in ("response_item", "inter_agent_communication") and payload.get("type") != SNAPSHOT:
+            items.append(_received(payload))
+
+
+def _texts(item: Raw) -> list[Any]:
+    content: Any = item.get("content")
+    return [piece.get("text") for piece in content] if isinstance(content, list) else [content]
+
+
+def _received(item: Raw) -> Raw:
+    """Return an item; another agent's message as the user's, or, if encrypted, as a turn that the server keeps."""
+    texts = _texts(item)
+    if item.get("type") == "agent_message" or "trigger_turn" in item:
+        return {"role": "user", "content": "".join(texts)} if all(texts) else {"type": COMPACTED[0]}
+    is_sent = item.get("role") == "assistant" and SENT.match("".join(map(str, texts)))
+    return {**item, "role": "user"} if is_sent else item
 
 
 def _asks(item: Raw) -> bool:
     """Return whether an item of Codex is the user's own turn."""
-    content: Any = item.get("content")
-    texts = [piece.get("text") for piece in content] if isinstance(content, list) else [content]
-    return item.get("role") == "user" and not any(CONTEXT.match(str(text)) for text in texts)
+    return item.get("role") == "user" and not any(CONTEXT.match(str(text)) for text in _texts(item))
 
 
 def _spans(lines: Records) -> Yielded:
@@ -227,7 +234,8 @@ def _span(lines: Records) -> Yielded:
     if any(at(raw, path) in STATUS_ERROR for path in ("status/code", "status/status_code", "status_code")):
         given.setdefault("error.type", "status")
     spoken: Raw = {"gen_ai.input.messages": [], "gen_ai.output.messages": []}
-    for event in raw.get("events") or ():
+    logged = [{"name": fields.get("event.name"), "attributes": fields} for fields in parsed(given.get("events")) or ()]
+    for event in [*(raw.get("events") or ()), *logged]:  # Pydantic AI's older events are an attribute
         fields, named = event.get("attributes") or {}, EVENT.fullmatch(str(event.get("name")))
         given = {name: value for name, value in fields.items() if name.startswith("gen_ai.")} | given
         body = parsed(fields.get("gen_ai.event.content")) or fields
@@ -237,11 +245,17 @@ def _span(lines: Records) -> Yielded:
             reason = body.get("finish_reason")
             spoken["gen_ai.output.messages"].append({**reply, "role": "assistant", "finish_reason": reason})
         elif named:
-            message = {name: value for name, value in body.items() if not name.startswith("gen_ai.")}
+            message = {name: value for name, value in body.items() if not name.startswith(("gen_ai.", "event."))}
             message |= {"content": _listed(body.get("content"))}
             ids = {"tool_call_id": body["id"]} if body.get("id") else {}
             spoken["gen_ai.input.messages"].append({**message, "role": named[1], **ids})
     given |= {OTHER_NAMES[name]: _listed(parsed(given[name])) for name in OTHER_NAMES.keys() & given.keys()}
+    if "ai.prompt.messages" in given:  # the AI SDK's
+        keys = {"content": "text", "reasoning": "reasoning", "tool_calls": "toolCalls", "finish_reason": "finishReason"}
+        reply = {field: given.get(f"ai.response.{name}") for field, name in keys.items()}
+        spoken["gen_ai.output.messages"].append({"role": "assistant", **reply})
+        spoken["gen_ai.input.messages"] = parsed(given["ai.prompt.messages"])
+        spoken["gen_ai.tool.definitions"] = [parsed(tool) for tool in parsed(given.get("ai.prompt.tools")) or ()]
     given = {name: listed for name, listed in spoken.items() if listed} | given
     for name, value in list(given.items()):
         prefix, field = FLAT.match(name), tree
@@ -254,7 +268,11 @@ def _span(lines: Records) -> Yielded:
     reason = given.get("llm.finish_reason") or tree.get("llm.finish_reason")  # OpenInference's, since April 2026
     given.setdefault("gen_ai.response.finish_reasons", [reason] if reason else reasons_in(response))
     given |= {name: parsed(given[name]) for name in MLFLOW & given.keys()}
-    if at(response, "object") == "response" and isinstance(request := parsed(given.get("input.value")), dict):
+    match given.get("mlflow.spanOutputs"):
+        case [str(answer)]:  # DSPy's
+            given["mlflow.spanOutputs"] = answer
+    request = parsed(given.get("input.value"))
+    if (at(response, "object") == "response" or not tree) and isinstance(request, dict):
         raw, lists = {**raw, "request": request, "response": response}, {}  # its items were flattened as choices
     yield {**raw, "attributes": lists | given}
 
@@ -312,10 +330,7 @@ def batches_joined(records: Iterable[Raw]) -> Yielded:
 
 
 def is_wanted(raw: Raw, where: Mapping[str, Any]) -> bool:
-    """Return whether a record's fields have the values of `data.where`, whose keys are dotted paths.
-
-    A field must have one of the values and be within the bounds, such as `>=2026-11-01`; numbers compare as numbers.
-    """
+    """Return whether fields, by dotted paths, have one of the values of `data.where` and are within its bounds."""
     for path, bounds in where.items():
         value = raw[path] if path in raw else at(raw, path.replace(".", "/"))
         equal: list[bool] = []

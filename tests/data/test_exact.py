@@ -77,7 +77,7 @@ def test_the_turns_of_a_trace_share_a_document_as_far_as_they_go_on_from_one_ano
         ({"input_ids": [1, True], "loss_mask": [0, 1]}, "input_ids is no list of token numbers: fix or remove"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "it has 2 tokens and a loss_mask of 1; give a 0 or 1 for each"),
         ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "give a 0 or 1 for each token"),
-        ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "is all zeros; remove the sample"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "is all zeros; check its messages or given mask"),
         ({"input_ids": [1, 2.0], "loss_mask": [0, 1]}, "input_ids is no list of token numbers: fix or remove"),
     ],
 )
