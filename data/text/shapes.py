@@ -263,8 +263,8 @@ def _answered(reply: Any, notes: list[str], reasons: list[str]) -> Messages:
             if is_call or isinstance(body, dict) or streams.events_of(body):
                 reply = [reply] if is_call else body
                 continue
-            is_whole = reply.keys() & {"tool_calls", "reasoning_content"} or reply.keys() >= {"response", "usage"}
-            if is_whole and reply.keys() <= WRITTEN:  # DSPy's, Cloudflare's
+            keys = reply.keys()  # DSPy's; Cloudflare's
+            if keys <= WRITTEN and (keys & {"tool_calls", "reasoning_content"} or keys >= {"response", "usage"}):
                 reply = {"content" if key in ("text", "response") else key: value for key, value in reply.items()}
             holder = parts.first(reply, HOLDERS)
             if isinstance(reply.get("message"), str) and not reply.keys() <= {"message", "role", *parts.FINISH}:

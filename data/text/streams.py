@@ -79,20 +79,20 @@ def check_error(holder: Any) -> None:
     if not isinstance(holder, dict):
         return
     status = [str(holder[key]).lower() for key in holder.keys() & STATUS]
-    if any(holder[key] for key in holder.keys() & ERRORS) or any(
-        value in FAILED or (value.isdigit() and int(value) >= 400) for value in status
-    ):
+    failed = [holder[key] for key in holder.keys() & ERRORS]
+    failed += [value in FAILED or (value.isdigit() and int(value) >= 400) for value in status]
+    if any(failed):
         raise LeftOutError(FAILURE)
 
 
 def counts_reasoning(fields: Raw, names: Set[str] = USAGE) -> bool:
     """Return whether a usage in a record or a reply, or one of its fields `names`, counts tokens of reasoning."""
-    return any(
-        counts_reasoning(fields[name], fields[name].keys())
-        if isinstance(fields[name], dict)
-        else name in REASONED and fields[name] not in (None, 0, "0")
-        for name in fields.keys() & names
-    )
+    for name in fields.keys() & names:
+        value = fields[name]
+        is_counted = name in REASONED and value not in (None, 0, "0")
+        if counts_reasoning(value, value.keys()) if isinstance(value, dict) else is_counted:
+            return True
+    return False
 
 
 def events_of(text: Any) -> list[Raw]:
@@ -112,13 +112,13 @@ def joined(reply: Any, notes: list[str]) -> Any:
     The events are those of OpenAI, Anthropic, the Responses API, Bedrock, Gemini or Ollama, with or without their
     names. An answer is cut off if neither it nor its last item has an end.
     """
+    if isinstance(reply, dict) and "done" not in reply:
+        notes += [WITHHELD] * counts_reasoning(reply)
+        return reply
     is_lines = isinstance(reply, list) and all(isinstance(line, str) for line in reply)
     lines = events_of("\n".join(reply) if is_lines else reply)
     events: Any = lines or ([reply] if isinstance(reply, dict) else reply)
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        return reply
-    notes += [WITHHELD] * any(map(counts_reasoning, events))
-    if isinstance(reply, dict) and "done" not in reply:
         return reply
     events = [parsed(event["data"]) if event.keys() <= {"event", "data", "id"} else event for event in events]
     events = [next((event[name] for name in CONVERSE if name in event), event) for event in events]
@@ -128,6 +128,7 @@ def joined(reply: Any, notes: list[str]) -> Any:
     if not lines and (are_whole or not any(inner.keys() & stream_keys for inner in (*events, *choices))):
         return reply
     notes += [FURTHER] * any(choice.get("index") for choice in choices)
+    notes += [WITHHELD] * any(map(counts_reasoning, events))
     message: Raw = {"role": "assistant"}
     blocks: dict[int, Raw] = {}
     parts: list[Raw] = []  # parts of Gemini's events
