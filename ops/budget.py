@@ -171,7 +171,7 @@ class Forecast:
             self.state = parse_json(path.read_bytes())
             if changed := differences(self.state["settings"], settings):
                 raise ValueError(
-                    f"{path}: resume=true needs the settings that it began with, and here differ {changed}"
+                    f"{path}: resume=true needs the settings that it began with; changed are {changed}"
                 )
         if config.log is not None:  # all trainings read a copy, since a service may append lines
             folder = self.out / FOLDER / "log"

@@ -202,7 +202,7 @@ def test_a_killed_forecast_continues_where_it_was(tmp_path: Path) -> None:
             resumed.finish(resumed.choose())
     with pytest.raises(ValueError, match="holds a forecast already"):
         stage.forecast()
-    with pytest.raises(ValueError, match=r"here differ share \(0\.25, now 0\.5\)"):
+    with pytest.raises(ValueError, match=r"changed are share \(0\.25, now 0\.5\)"):
         stage.forecast(replace(stage.config, forecast=replace(stage.config.forecast, share=0.5)), resume=True)
     (again := stage.forecast(resume=True)).finish(again.choose())
     assert again.state["points"] == one.state["points"]

@@ -256,7 +256,7 @@ def test_settings_are_compared_with_the_newest_checkpoint_that_can_be_read(tmp_p
     here.finish()
     (checkpoint.folder_of(here.folder, 12) / checkpoint.STATE).write_text("{")
     checkpoint.check(tmp_path, {"trainer.seed": 2})
-    with pytest.raises(ValueError, match=r"here differ trainer\.seed \(2, now 1\); give the old ones"):
+    with pytest.raises(ValueError, match=r"changed are trainer\.seed \(2, now 1\); give the old ones"):
         checkpoint.check(tmp_path, {"trainer.seed": 1})
 
 
@@ -327,7 +327,7 @@ def test_another_head_is_named_and_not_a_start_that_nobody_gave(tmp_path: Path) 
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text("init: random\n")
     assert checkpoint.first_init(tmp_path / "old", "mtp") == "random"
-    with pytest.raises(ValueError, match=r'here differ head\.name \("mtp", now "medusa"\); give the old ones'):
+    with pytest.raises(ValueError, match=r'changed are head\.name \("mtp", now "medusa"\); give the old ones'):
         checkpoint.first_init(tmp_path, "medusa")
 
 

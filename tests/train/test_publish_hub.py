@@ -118,6 +118,6 @@ def test_a_download_that_differs_says_what_to_do(run: Path, hub: Hub) -> None:
     before = repo.head
     hub.damage = "model.safetensors"
     line = refusal(run, hub, tag="v1")
-    assert f"{REPO}: model.safetensors came back different from what was uploaded; {REPO} is at" in line
-    assert f"{repo.head}, before, it was {before}: publish again, or take it down on the Hub" in line
+    assert f"{REPO}: model.safetensors came back different from what was uploaded; {REPO} is now at" in line
+    assert f"{repo.head}, and was at {before}: publish again, or take it down on the Hub" in line
     assert repo.tags == {}, "nothing is tagged that was not verified"
