@@ -170,9 +170,7 @@ class Forecast:
         else:
             self.state = parse_json(path.read_bytes())
             if changed := differences(self.state["settings"], settings):
-                raise ValueError(
-                    f"{path}: resume=true needs the settings that it began with; changed are {changed}"
-                )
+                raise ValueError(f"{path}: resume=true needs the settings that it began with; changed are {changed}")
         if config.log is not None:  # all trainings read a copy, since a service may append lines
             folder = self.out / FOLDER / "log"
             if not folder.is_dir() and isinstance(source := open_source(config.log, run.data.split), Files):

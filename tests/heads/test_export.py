@@ -261,7 +261,7 @@ def test_heads_for_the_engines_are_made_of_their_yaml(kind: str) -> None:
         ("block", {**BLOCK, "conv": 2}, "vllm", "one of conv and selector_rank, and DFlash2 has both"),
         ("block", {**BLOCK, **DFLASH2, "from_anchor": True}, "sglang", "from_anchor=true, and DFlash drafts from its"),
         ("mlp", {}, "vllm", "no engine loads a head of kind mlp; train head=eagle3"),
-        ("medusa", {}, "sglang", "kind medusa, which can take the form of vllm, medusa"),
+        ("medusa", {}, "sglang", "no form of medusa heads: they are written as vllm, medusa"),
     ],
 )  # fmt: skip
 def test_what_a_format_cannot_say_is_refused(

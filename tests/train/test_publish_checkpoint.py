@@ -244,7 +244,7 @@ def test_bad_input_gets_one_line_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give format=checkpoint, and convert that folder"):
         publish(config(run, repo="me/x", format="gguf", dry_run=True, out=str(out)), HfApi())
     medusa = run_of(tmp_path / "medusa", target, toys.head("medusa", target))
-    assert "not one of a head of kind medusa" in refusal(medusa, out)
+    assert "is no form of medusa heads" in refusal(medusa, out)
     with (
         mock.patch("os.link", side_effect=OSError),
         mock.patch("shutil.copyfile", side_effect=OSError("no space")),

@@ -104,7 +104,7 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(tmp_path: Path
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {"form": "vllm", "target": "/nowhere"}, "model.path=/nowhere"),
         ({"kv_injection": True}, {"form": "vllm"}, "kv_injection=true"),
-        ({}, {"form": "medusa"}, "kind eagle3, which can take the form of vllm, sglang, gguf, trtllm, speculators"),
+        ({}, {"form": "medusa"}, "of eagle3 heads: they are written as vllm, sglang, gguf, trtllm, speculators"),
         ({}, {"form": "gguf"}, "engine=llamacpp: .*norm"),  # refused with any file
         ({"feature_norm": False, "norm_output": False}, {"form": "gguf"}, "the target's own GGUF file: give gguf=FILE"),
     ]

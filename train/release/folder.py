@@ -183,7 +183,7 @@ def copy_with_head(folder: Path, out: Path, config: PublishConfig) -> str | None
     content = read_config(folder)
     spec, kind = content["target"], content["head"]["name"]
     if kind != "mtp":
-        raise ValueError(f"format=checkpoint: not one of a head of kind {kind}; give a run of head=mtp")
+        raise ValueError(f"format=checkpoint is no form of {kind} heads; give a run of head=mtp")
     path = config.target or target_path(spec["name"])
     try:
         values = read_target_values(path, False, cached_alone=False)

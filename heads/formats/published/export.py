@@ -125,7 +125,7 @@ def _writer(head: Any, format_name: str) -> Callable[[Export], ExportedHead]:
             f"format={format_name}: no engine loads a head of kind {name}; train head=eagle3, which most load; our "
             "own engine decodes with this one"
         )
-    raise ValueError(f"format={format_name}: not one of a head of kind {name}, which can take the form of {others}")
+    raise ValueError(f"format={format_name} is no form of {name} heads: they are written as {others}")
 
 
 def assert_known(format_name: str) -> None:
