@@ -44,19 +44,21 @@ HEADS = {
     "block": Block, "peagle": PEagle, "eagle4": Eagle4,
 }  # fmt: skip
 BEST, AUTO = "best", "auto"
-# The head that `head=best` chooses for each engine of `engine=`, with the options that the engine needs.
-SERVED: Json = {"name": "eagle3"}
-WITHOUT_NORMS = {**SERVED, "feature_norm": False, "norm_output": False}  # these engines load no EAGLE-3.1 norms
+# The head that `head=best` chooses for each engine of `engine=`, with the options that the engine needs, and what these
+# cost in τ on the bundled target (benchmarks/history.md).
+SERVED: tuple[Json, str] = {"name": "eagle3"}, ""
+WITHOUT_NORMS = SERVED[0] | {"feature_norm": False, "norm_output": False}, "; τ 4.06, with EAGLE-3.1's norms 4.21"
 ENGINES = {
     "vllm": SERVED, "sglang": SERVED, "trtllm": SERVED, "llamacpp": WITHOUT_NORMS, "openvino": WITHOUT_NORMS,
-    "transformers": {"name": "mlp"},
+    "transformers": ({"name": "mlp"}, "; τ 3.00, mtp 4.59"),
 }  # fmt: skip
 
 
 def _best(cfg: DictConfig) -> tuple[Json, str]:
     """Return the options of the head that `head=best` chooses, and the reason; refuse an unread target."""
     if engine := cfg.get("engine"):  # an unknown one is refused where the configuration is typed
-        return ENGINES.get(engine, SERVED), f"which {engine} loads"
+        options, cost = ENGINES.get(engine, SERVED)
+        return options, f"which {engine} loads{cost}"
     return best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
 
 
