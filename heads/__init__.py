@@ -44,13 +44,16 @@ HEADS = {
     "block": Block, "peagle": PEagle, "eagle4": Eagle4,
 }  # fmt: skip
 BEST, AUTO = "best", "auto"
-# The head that `head=best` chooses for each engine of `engine=`, with the options that the engine needs, and what these
-# cost in τ on the bundled target (benchmarks/history.md).
+# The head that `head=best` chooses for each engine of `engine=`, with the options that the engine needs, and what that
+# costs: τ on the bundled target (benchmarks/history.md).
 SERVED: tuple[Json, str] = {"name": "eagle3"}, ""
-WITHOUT_NORMS = SERVED[0] | {"feature_norm": False, "norm_output": False}, "; τ 4.06, with EAGLE-3.1's norms 4.21"
+WITHOUT_NORMS: tuple[Json, str] = (
+    {"name": "eagle3", "feature_norm": False, "norm_output": False},
+    "; on the bundled target its τ is 4.06, with EAGLE-3.1's norms 4.21",
+)
 ENGINES = {
     "vllm": SERVED, "sglang": SERVED, "trtllm": SERVED, "llamacpp": WITHOUT_NORMS, "openvino": WITHOUT_NORMS,
-    "transformers": ({"name": "mlp"}, "; τ 3.00, mtp 4.59"),
+    "transformers": ({"name": "mlp"}, "; on the bundled target its τ is 3.00, that of mtp 4.59"),
 }  # fmt: skip
 
 

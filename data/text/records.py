@@ -25,16 +25,19 @@ SUMMARIZE = "Summarize: {}"  # Spec-Bench's prompt for CNN/DailyMail articles
 UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for text under another licence
 QUIZ = "context question choice_A choice_B choice_C choice_D"
 # Published sets: the keys of a set, the keys of its prompt, the key of its answer (empty: none).
-SETS = (
-    ("problem solution", "problem", "solution"),  # MATH-500, AIME
-    ("Problem Solution", "Problem", "Solution"),  # AIME
-    ("text code test_list", "text", "code"),  # MBPP
-    ("question_content starter_code", "question_content starter_code", ""),  # LiveCodeBench
-    ("instance_id problem_statement text", "text", "patch"),  # SWE-bench, with the files to change
-    ("instance_id problem_statement", "problem_statement", "patch"),  # SWE-bench
-    ("context input answers", "context input", ""),  # LongBench
-    (QUIZ, QUIZ, ""),  # LongBench v2
-)
+SETS = [
+    ({*keys.split()}, prompt.split(), answer)
+    for keys, prompt, answer in (
+        ("problem solution", "problem", "solution"),  # MATH-500, AIME
+        ("Problem Solution", "Problem", "Solution"),  # AIME
+        ("text code test_list", "text", "code"),  # MBPP
+        ("question_content starter_code", "question_content starter_code", ""),  # LiveCodeBench
+        ("instance_id problem_statement text", "text", "patch"),  # SWE-bench, with the files to change
+        ("instance_id problem_statement", "problem_statement", "patch"),  # SWE-bench
+        ("context input answers", "context input", ""),  # LongBench
+        (QUIZ, QUIZ, ""),  # LongBench v2
+    )
+]
 # Given tokens. vLLM and SGLang return them if `return_token_ids` is set; SGLang names the answer's `output_ids`.
 PROMPT = ("prompt_token_ids", "input_ids")  # the second is the key of SGLang's requests
 ANSWER = ("token_ids", "response_token_ids", "output_ids")
@@ -190,9 +193,8 @@ def to_known_shape(raw: Raw, index: int, path: str) -> Raw:
                 )
             messages = [{"role": "user", "content": turn} for turn in turns]
             return {key: value for key, value in raw.items() if key not in ("turns", "prompt")} | {"messages": messages}
-    for keys, prompt_key, answer in SETS:
-        prompt_keys = prompt_key.split()
-        if raw.keys() >= {*keys.split()} and all(isinstance(raw[key], str) for key in prompt_keys):
+    for keys, prompt_keys, answer in SETS:
+        if raw.keys() >= keys and all(isinstance(raw[key], str) for key in prompt_keys):
             names = {key: raw[key] for key in (*IDS, "category") if key in raw}
             prompt = "\n\n".join(raw[key] for key in prompt_keys if raw[key])
             return {**names, "prompt": prompt, "answer": raw.get(answer)}

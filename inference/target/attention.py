@@ -192,11 +192,7 @@ def attend_in_loop(
     return out
 
 
-KERNELS: dict[str, Callable[..., Tensor]] = {
-    VARLEN: attend_varlen,
-    FLEX: attend_flex,
-    LOOP: attend_in_loop,
-}
+KERNELS: dict[str, Callable[..., Tensor]] = {VARLEN: attend_varlen, FLEX: attend_flex, LOOP: attend_in_loop}
 
 
 def within(

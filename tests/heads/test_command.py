@@ -229,7 +229,7 @@ def test_the_best_head_is_taken_where_none_is_named(config: str, tmp_path: Path)
     if config == "train":
         cfg.engine = "llamacpp"
         assert with_head(cfg).head.items() >= {"name": "eagle3", "feature_norm": False, "norm_output": False}.items()
-        line = "head=best: eagle3 head.feature_norm=false head.norm_output=false, which llamacpp loads; τ 4.06, with"
+        line = "head=best: eagle3 head.feature_norm=false head.norm_output=false, which llamacpp loads; on the"
         assert str(best_line(cfg)).startswith(line)
 
 
