@@ -39,7 +39,7 @@ def ran(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         ("eval/run.py", ["run=org/head"], NOWHERE),
         pytest.param("inference/run.py", ["run=org/head", "prompt=a"], NOWHERE, marks=pytest.mark.slow),
         pytest.param("data/run.py", ["data.path=org/set", "inspect=1"], NOWHERE, marks=pytest.mark.slow),
-        ("ops/doctor.py", ["run=org/head"], NOWHERE),
+        pytest.param("ops/doctor.py", ["run=org/head"], NOWHERE, marks=pytest.mark.slow),
     ],
 )
 def test_a_refusal_waits_for_no_slow_import(script: str, words: list[str], said: str, tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_swaps_between_steps_change_no_text(sampling: Sampling) -> None:
     assert sum(accepted) > 10, "the drafts were worth nothing, so that wrong ones would not show"
 
 
+@pytest.mark.slow
 def test_a_thousand_swaps_change_no_text() -> None:
     target, settings = toys.target(), RequestParams(150, GREEDY)
     heads = cycle([head("medusa", target, "chain"), head("mlp", target, "chain")])

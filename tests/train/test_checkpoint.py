@@ -278,7 +278,7 @@ class Pair:
         def refuse(text: str) -> None:
             raise ValueError(text)
 
-        control: Any = SimpleNamespace(rank=rank, world=2, timeout=20, gather=gather, abort=refuse)
+        control: Any = SimpleNamespace(rank=rank, world=2, timeout=6, gather=gather, abort=refuse)
         control.broadcast = lambda item: gather(item)[0]
         return Saver(out, control, 2)
 
