@@ -134,8 +134,6 @@ def traversal(tree: DraftTree, p: Tensor, q: Tensor, rng: Rng) -> Found:
 
 def reject(frame: PathNode, token: Tensor) -> None:
     """Take into account that the child with a token, and all below it, was rejected."""
-    assert frame.target is not None
-    assert frame.draft is not None
     left = (frame.alpha * frame.target - frame.draft).clamp_min(0)
     mass = float(left.sum())
     if mass > 0:
@@ -303,7 +301,6 @@ def reference(
 
     token = torch.tensor(prompt)
     out = target.prefill(token, cache, drafts.traits.feature_layers)
-    assert out.logits is not None
     root = trees.root(prompt[-1], target.device)
     scores = processed(out.logits[0], root)
     emit([decide(root, scores, None, sampling, Coins(settings.seed, len(text))).token], ["prefill"], scores)
@@ -317,7 +314,6 @@ def reference(
         if plan.tree_depth:
             tree, q = drafted(drafts, roots(text, settings, plan.tree_depth, vocab), room, prefix)
         verified = score(target, tree, cache, None, drafts.traits.feature_layers)
-        assert verified.logits is not None
         scores = processed(verified.logits[0], tree)
         path, bonus, rule = decide(tree, scores, q, sampling, Coins(settings.seed, len(text)), settings.rule)
         cache.keep(prefix, path)

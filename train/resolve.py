@@ -111,6 +111,8 @@ def on_machine(run: RunConfig) -> RunConfig:
     elif device.type is None:
         device = replace(device, type=kind, host_gb=device.host_gb or free_bytes() / GIB)
     if device.memory_gb is None:
+        if not torch.cuda.is_available():
+            raise ValueError(f"device.type={kind}: this machine has none; give device=h100 or another of conf/device")
         properties = torch.cuda.get_device_properties(requested or "cuda")
         tflops = device.tflops or peak_of(properties.name)
         device = replace(device, memory_gb=properties.total_memory / GIB, tflops=tflops, name=properties.name)

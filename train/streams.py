@@ -69,6 +69,10 @@ class StreamsRunConfig(JobConfig):
         """Refuse sections that contradict each other."""
         if self.launcher.strategy != "ddp":
             raise ValueError(f"launcher.strategy is {self.launcher.strategy}: streams are small LoRA factors, give ddp")
+        if (self.trainer.optimizer, self.trainer.compile, self.trainer.recompute) != ("adamw", False, False):
+            raise ValueError(
+                "streams train by AdamW: leave trainer.optimizer, trainer.compile and recompute as they are"
+            )
         super().__post_init__()
 
 
@@ -162,14 +166,12 @@ def loop_of(
         none = torch.empty(*token.shape, 0, device=accelerator.device)
         return Features(to_device(token, device), none[:, :, :, None], none, to_device(document, device))
 
-    # Streams are small, so AdamW trains them whatever the preset.
-    trainer = replace(run.trainer, optimizer="adamw", compile=False)
     loss = StreamsLoss(streams, run, autocast=accelerator.mixed_precision == "bf16")
     source = LiveFeatures(SimpleNamespace(features=features), batches, ())  # no states: streams run the target
-    stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
+    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     evaluator = None
-    if trainer.eval_prompts:
-        evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
+    if run.trainer.eval_prompts:
+        evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name, drafter)
     best_streams = BestStreams(Path(run.out, KIND), run.streams, target)
     loss_values = {"every": run.every, "decay": run.decay}
     numerics = checkpoint.numerics(run.trainer, loss_values, run.launcher.strategy, accelerator.num_processes)

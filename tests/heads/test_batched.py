@@ -172,7 +172,6 @@ def test_rows_out_of_sight_are_dropped_and_positions_go_on(name: str) -> None:
         state, level = drafting.extend(made, state, part(packed, start, end), following[start:end])
         assert state.length.tolist() == [end]
         assert state.attn_mask(torch.tensor([[end - 1]]), torch.tensor([end - 1])).sum() == min(end, 4)
-    assert level is not None
     torch.testing.assert_close(level.logits, expected.logits, rtol=1e-9, atol=1e-9)
     assert whole.length.tolist() == [14]
 

@@ -65,7 +65,6 @@ def plain(target: Target, prompt: list[int], tokens: int) -> list[int]:
 def logits(target: Target, text: list[int]) -> Tensor:
     """Return the logits after a text, by a pass over it alone."""
     out = target.prefill(torch.tensor(text), target.cache()).logits
-    assert out is not None
     return out[0, -1]
 
 

@@ -83,7 +83,6 @@ def on_device(rule: str, draft: Sampled, p: Tensor, seed: int, allow_host_sync: 
     key = torch.tensor([seed_key(seed + b) for b in range(B)])
     uniforms = uniform(hash_key(hash_key(key, ACCEPT_KEY), START + 1)[:, None], torch.arange(p.shape[1]))
     walk = RULES[rule].verify
-    assert walk is not None
     last, left = walk(draft, p, uniforms, allow_host_sync)
     tree = DraftTree(draft.token, torch.tensor(draft.parents).expand_as(draft.token))
     count = ancestors(tree).sum(-1).gather(1, last[:, None])[:, 0]

@@ -183,5 +183,4 @@ def test_a_schedule_drafts_chains_where_the_target_takes_no_trees(
     save_tree(folder, asdict(CHAIN), asdict(best_schedule([(1, CHAIN), (2, DYNAMIC)]))["lines"])
     monkeypatch.setattr(target, "takes_trees", False)
     schedule = load_drafter(folder, {}, target, "eagle").schedule
-    assert schedule is not None
     assert [tree.kind for tree in schedule.trees] == ["chain", "chain"]

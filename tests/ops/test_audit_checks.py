@@ -159,7 +159,6 @@ def test_a_token_that_is_not_listed_is_no_near_tie(text: str, kind: str, shown: 
     audit = audit_of(lambda _, __: reply)
     audit.add_reference(question, reply)
     difference = audit.difference(question, Reply(text))
-    assert difference is not None
     assert difference.kind == kind
     words: Any = ENVIRONMENT.get_template("words.j2").module
     assert words.gap_of(difference_record(difference)).startswith(shown)

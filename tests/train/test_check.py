@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from data.text.filters import Counts
 from data.text.prompts import Prompt, TrainingData
@@ -44,6 +45,11 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
     check(configured(toy))
     check_run(configured([*toy, "plan=true"]))
+
+
+def test_an_accelerator_that_is_not_here_is_refused(toy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refuses("device.type=cuda: this machine has none", configured, [*toy, "device.type=cuda", "model.device=null"])
 
 
 OUT = ("../evil", "a/../../b", "/elsewhere")  # of the folder of runs

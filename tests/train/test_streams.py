@@ -132,8 +132,7 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Return the folder and the overrides of a finished run."""
     folder = tmp_path_factory.mktemp("job")
-    overrides = [*jobs.make(folder)[:2], *SMALL]
-    overrides += ["decay=0.5", "trainer.optimizer=muon"]  # a preset's, for heads
+    overrides = [*jobs.make(folder)[:2], *SMALL, "decay=0.5"]
     among_processes(configured(*overrides, f"out={folder / 'whole'}"), streams_job)
     return folder, overrides
 
@@ -155,6 +154,12 @@ def test_a_run_leaves_its_contract_behind(job: tuple[Path, list[str]]) -> None:
     content = json.loads((out / "streams" / "config.json").read_text())
     assert content["streams"]["layers"] == 2
     assert content["target"]["fingerprint"] == Target.load(str(job[0] / "target"), "float32", "cpu").spec.fingerprint
+
+
+@pytest.mark.parametrize("override", ["trainer.optimizer=muon", "trainer.compile=true", "launcher.strategy=fsdp2"])
+def test_what_would_have_no_effect_is_refused(override: str) -> None:
+    with pytest.raises(ValueError, match="streams"):
+        configured(override)
 
 
 def test_a_run_goes_on_bit_for_bit(job: tuple[Path, list[str]]) -> None:
