@@ -7,6 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 
 from data.config import DataConfig
 from data.text.parts import content_text
@@ -20,7 +21,8 @@ SPACELESS = (
     r"\U00020000-\U0003ffff"
 )
 MARKS = re.sub(f"[{SPACELESS}]", "", "".join(chr(i) for i in range(1 << 16) if unicodedata.category(chr(i))[0] == "M"))
-WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+(?:[{MARKS}]+[^\W{SPACELESS}]*)*")
+WORD = re.compile(rf"[^\W{SPACELESS}]+(?:[{MARKS}]+[^\W{SPACELESS}]*)*|[{SPACELESS}]")
+BETWEEN = dict.fromkeys(re.sub(rb"\w", b"", bytes(range(128))), " ")  # ASCII characters that are in no word
 
 COUNTERS = "records", "kept", "chats", "shapes"
 
@@ -103,8 +105,8 @@ class Filters:
                     continue
                 self._seen.add(key)
             texts = [content_text(message) for message in record.messages if message["role"] != "system"]
-            grams = (gram for text in (*texts, record.text) for gram in _grams(text, self._words or 0))
-            if self._forbidden and any(gram in self._forbidden for gram in grams):
+            grams = (_grams(text, self._words or 0) for text in (*texts, record.text))
+            if self._forbidden and not self._forbidden.isdisjoint(chain.from_iterable(grams)):
                 self.counts.contaminated += 1
                 continue
             self.counts.kept[record.source] += 1
@@ -113,14 +115,16 @@ class Filters:
 
 def _grams(text: str, count: int) -> Iterator[Gram]:
     """Yield every run of `count` words of a text, in lower case and without punctuation."""
-    words = WORD.findall(text.casefold())
-    return (tuple(words[i : i + count]) for i in range(len(words) - count + 1))
+    folded = text.casefold()
+    words = folded.translate(BETWEEN).split() if folded.isascii() else WORD.findall(folded)
+    return zip(*(words[start:] for start in range(count)), strict=False)
 
 
 def _key(record: Record) -> bytes:
     """Return a hash that ignores case and white space; for a record with given tokens, the hash of the tokens."""
-    spoken = [" ".join(content_text(message).split()).casefold() for message in record.messages]
-    fields = [{key: value for key, value in message.items() if key != "content"} for message in record.messages]
+    messages = [
+        {**message, "content": " ".join(content_text(message).split()).casefold()} for message in record.messages
+    ]
     text = "" if record.pretokenized else " ".join(record.text.split()).casefold()
-    whole = [text, record.tools, spoken, fields, record.pretokenized]
+    whole = [text, record.tools, messages, record.pretokenized]
     return hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=16).digest()
