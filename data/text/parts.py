@@ -74,13 +74,14 @@ MEDIA = {  # keys and types of content that is not text
 }
 STEP = re.compile(r"step-start|tool-(?!call$|result$)|dynamic-tool")  # types of parts of the AI SDK's UI messages
 HIDDEN = "hidden"  # the field of a message whose server withheld the reasoning
+# Patterns for `match`: `search` would try each of them at every character.
 REPLACED = re.compile(  # what a log writes in place of a text: also Python's repr of a reply, Strands' parts in JSON
-    r"\(litellm_truncated|^(redacted-by-litellm|__REDACTED__)$|^(<truncated due to size|\[Scrubbed due to |<NoneType re"
+    r"(redacted-by-litellm|__REDACTED__)$|<truncated due to size|\[Scrubbed due to |<NoneType re"
     r"|[\[{]+'(?:message\.)?(?:role|messages|contents?|choices|id)': |(?:ChatCompletion|ModelResponse|Response)\(id="
-    r'|\[\{"(?:text|toolUse|toolResult)": )'
+    r'|\[\{"(?:text|toolUse|toolResult)": |(?s:.*)\(litellm_truncated'
 )
 # What Cline writes in place of an answer, or behind one that was interrupted.
-CLIENT = re.compile(r"^Failure: I did not provide a response\.$|\n\n\[Response interrupted by [^\]]*\]\Z")
+CLIENT = re.compile(r"Failure: I did not provide a response\.$|(?s:.*)\n\n\[Response interrupted by [^\]]*\]\Z")
 
 
 class BadSampleError(ValueError):
@@ -261,7 +262,7 @@ def _messages(raw: Message) -> Iterator[Message]:
     result |= {key: value for key, value in added.items() if value}
     result |= {"tool_call_id": raw["tool_call_ids"][0]} if raw.get("tool_call_ids") else {}  # SWE-agent's
     untrained = "content_filter" in reasons or any(raw[key] in (0, "0") for key in raw.keys() & WEIGHTS)
-    result |= {"weight": 0} if untrained or raw.get("is_demo") or CLIENT.search(result["content"]) else {}
+    result |= {"weight": 0} if untrained or raw.get("is_demo") or CLIENT.match(result["content"]) else {}
     if "result" not in by_kind or {*by_kind} - {"result", "nothing"} or calls:
         yield result
 

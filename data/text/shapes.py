@@ -207,7 +207,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
         notes.append("whose earlier turns the record does not hold")
     keys = {"content", "tool_calls", *parts.REASONING}
     written = (str(message[key]) for message in messages for key in message.keys() & keys)
-    if any(map(parts.REPLACED.search, written)):
+    if any(map(parts.REPLACED.match, written)):
         raise LeftOutError(streams.CUT_OFF)
     if media := parts.media_in(request) or parts.media_in(raw):
         raise parts.unread(media)
