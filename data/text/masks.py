@@ -425,13 +425,13 @@ def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizer
 
     Templates may add a newline after it, which the target never samples, or omit the token until the next turn.
     """
-    special, eos = template.turn_end_tokens(tokenizer), tokenizer.eos_token_id
+    special = template.turn_end_tokens(tokenizer)
     for end in [run.end() for run in TRAINED.finditer(bytes(mask))]:
         last = end - 1
         while last > 0 and mask[last - 1] and token[last] not in special and template.is_space(tokenizer, token[last]):
             last -= 1
         if token[last] in special:
             mask[last + 1 : end] = [0] * (end - last - 1)
-        elif eos is not None and token[end : end + 1] in ([], [eos]):
+        elif (eos := tokenizer.eos_token_id) is not None and token[end : end + 1] in ([], [eos]):
             token[end : end + 1], mask[end : end + 1] = [eos], [1]
     return token, mask

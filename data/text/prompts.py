@@ -407,7 +407,7 @@ def write_samples(samples: Iterable[Sample], path: Path) -> None:
     writer = ArrowWriter(features=Features(columns), path=str(path), writer_batch_size=BATCH)
     try:
         for sample in samples:
-            writer.write({"id": sample.id, "token": sample.token, "loss_mask": sample.loss_mask})
+            writer.write(vars(sample))
     finally:
         writer.finalize()
 
