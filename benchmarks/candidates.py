@@ -1,4 +1,4 @@
-"""What the lm_head of a draft costs: the whole vocabulary, a pruned one, EAGLE-4's candidates; random weights.
+"""What the lm_head of a draft costs: the whole vocabulary, a pruned one, candidates; random weights.
 
     python benchmarks/candidates.py [--vocab 49152] [--width 576] [--pruned 8192] [--ranks 32 64 128]
         [--candidates 128] [--rows 1 8] [--dtype bfloat16]
@@ -17,8 +17,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 
-from heads.eagle4 import CandidateLmHead
-from heads.modules.vocab import DraftLmHead
+from heads.modules.vocab import CandidateLmHead, DraftLmHead
 
 CALLS = 40
 
@@ -53,7 +52,9 @@ def main() -> None:
         f"draft_vocab={asked.pruned}": DraftLmHead(embeddings(asked.pruned), "own", None),
     }
     for rank in asked.ranks:
-        heads[f"candidates={asked.candidates}, rank {rank}"] = CandidateLmHead(whole, None, asked.candidates, rank)
+        heads[f"candidates={asked.candidates}, rank {rank}"] = CandidateLmHead(
+            whole, "own", None, asked.candidates, rank
+        )
     heads = {name: head.to(getattr(torch, asked.dtype)).eval() for name, head in heads.items()}
     print(f"{'ms':32}" + "".join(f"{f'{count} rows':>10}" for count in asked.rows))
     least = {name: [float("inf")] * len(asked.rows) for name in heads}

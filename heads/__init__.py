@@ -10,7 +10,7 @@ rows.py    the only index arithmetic on rows and depths
 shapes.py  the shapes that many signatures have
 eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features; HASS, trained on its own features
 eagle3.py  EAGLE-3 and 3.1: features of several layers, only tokens fed back
-eagle4.py  EAGLE-4: EAGLE-3.1 with a low-rank candidate head
+eagle4.py  EAGLE-4: EAGLE-3.1 with candidates
 medusa.py  Medusa: one residual head per depth
 hydra.py   Hydra: Medusa's heads, each reading the tokens before it
 mlp.py     the recurrent MLP speculator
@@ -95,7 +95,8 @@ def with_head(cfg: DictConfig) -> DictConfig:
         ours = cfg[section]
         for key, value in values.items():
             if key == "losses":
-                ours[key] = value | OmegaConf.to_container(ours[key], resolve=False)
+                given: Any = OmegaConf.to_container(ours[key], resolve=False)
+                ours[key] = given if "candidates" in given else value | given  # a second stage has its own alone
             elif ours[key] == AUTO:
                 ours[key] = value
     return cfg

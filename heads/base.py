@@ -163,8 +163,8 @@ class Embeddings(Protocol):
     def embed(self, token: TokenIds) -> States:
         """Return the target's input embeddings of `token`."""
 
-    def logits(self, hidden: States, ids: Int[Tensor, "W"] | None = None) -> Logits:
-        """Return the target's logits of final-normed hidden states; with `ids` only those of these tokens."""
+    def logits(self, hidden: States, ids: Int[Tensor, "*#n W"] | None = None) -> Logits:
+        """Return the target's logits of final-normed states; with `ids` of these tokens only, or of each state's."""
 
     def lm_head_weight(self) -> Float[Tensor, "V D"]:
         """Return the weight of the lm_head; a head may start its own lm_head from it."""
@@ -228,6 +228,14 @@ class LayerConfig:
     norm_eps: Amount
     lm_head: LmHead
     draft_vocab: Count | None
+
+
+@dataclass(frozen=True)
+class CandidateConfig(LayerConfig):
+    """Hyperparameters of a head with one lm_head, which scores all tokens where `candidates` is null."""
+
+    candidates: Count | None
+    candidate_rank: Width
 
 
 class HeadModule(nn.Module):

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from heads.base import Embeddings, LayerConfig
+from heads.base import CandidateConfig, Embeddings
 from heads.common.typed import Parts
 from heads.modules.autoregressive import AutoregressiveHead
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec
-from heads.modules.vocab import DraftLmHead
+from heads.modules.vocab import lm_head_of
 from heads.shapes import Advanced, Rows, Sequences
 
 
@@ -23,7 +23,7 @@ class Eagle(AutoregressiveHead):
     """The EAGLE head. It reads `Features.last_hidden`; the embedding stays the target's and frozen."""
 
     @dataclass(frozen=True)
-    class Config(LayerConfig):
+    class Config(CandidateConfig):
         """Hyperparameters of the head."""
 
         layers: Parts
@@ -37,7 +37,7 @@ class Eagle(AutoregressiveHead):
         width, spec = embeddings.hidden_size, LayerSpec.of(config, embeddings)
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.layers = nn.ModuleList(DecoderLayer(spec, input_norm=i > 0) for i in range(config.layers))
-        self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
+        self.lm_head = lm_head_of(config, embeddings, self.vocab)
 
     def advance(self, token: Sequences, state: Rows, inputs: list[LayerInputs]) -> Advanced:
         """Return the predicted features, for the next depth and for the lm_head."""

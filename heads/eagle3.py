@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from heads.base import Embeddings, Features, LayerConfig
+from heads.base import CandidateConfig, Embeddings, Features
 from heads.common.typed import Parts
 from heads.modules.attention import KeyValue
 from heads.modules.autoregressive import AutoregressiveHead
 from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
 from heads.modules.layers import Attention, DecoderLayer, LayerInputs, LayerSpec, RMSNorm, SwiGLU
-from heads.modules.vocab import DraftLmHead
+from heads.modules.vocab import lm_head_of
 from heads.rows import gather_rows
 from heads.shapes import Advanced, NodeStates, Rows, Sequences, States, TokenIds
 
@@ -51,7 +51,7 @@ class WideDecoderLayer(nn.Module):
 
 
 @dataclass(frozen=True)
-class FusedConfig(LayerConfig):
+class FusedConfig(CandidateConfig):
     """Hyperparameters of a head on fused features; `feature_layers` null takes three layers."""
 
     layers: Parts
@@ -91,7 +91,7 @@ class Eagle3(AutoregressiveHead):
         self.layers = nn.ModuleList(DecoderLayer(spec) for _ in range(config.layers - 1))
         self.inject_norm = RMSNorm(width, eps) if spec.injects else None
         self.norm = RMSNorm(width, eps)
-        self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
+        self.lm_head = lm_head_of(config, embeddings, self.vocab)
 
     def embed(self, token: TokenIds) -> States:
         """Return the embeddings of tokens."""

@@ -17,12 +17,12 @@ from typing import Annotated
 import torch
 from torch import nn
 
-from heads.base import Embeddings, Features, LayerConfig
+from heads.base import CandidateConfig, Embeddings, Features
 from heads.common.typed import OneOf
 from heads.modules.autoregressive import AutoregressiveHead
 from heads.modules.fusion import Fusion, chosen_layers
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm, TargetLayer
-from heads.modules.vocab import DraftLmHead
+from heads.modules.vocab import lm_head_of
 from heads.shapes import Advanced, Rows, Sequences
 
 LLAMA, TARGET = "llama", "target"  # kinds of decoder layer
@@ -32,7 +32,7 @@ class Mtp(AutoregressiveHead):
     """The MTP module; it reads `last_hidden` or `hidden` of the features; embedding and lm_head are the target's."""
 
     @dataclass(frozen=True)
-    class Config(LayerConfig):
+    class Config(CandidateConfig):
         """Hyperparameters of the module."""
 
         layer: Annotated[str, OneOf((LLAMA, TARGET))]
@@ -61,7 +61,7 @@ class Mtp(AutoregressiveHead):
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.block = DecoderLayer(spec) if like_targets is None else like_targets
         self.norm = norm()
-        self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
+        self.lm_head = lm_head_of(config, embeddings, self.vocab)
 
     def check(self) -> None:
         """Refuse a target's layer that needs other inputs than our layers."""

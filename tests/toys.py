@@ -62,18 +62,14 @@ LAYER = {
     "length": 12, "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None,
     "rope_theta": 10000.0, "rope_scaling": None, "norm_eps": 1e-5,
 }  # fmt: skip
+SINGLE = {**LAYER, "candidates": None, "candidate_rank": 6}  # a head with one lm_head
 HEAD_CONFIGS: dict[str, dict[str, Any]] = {
-    "eagle": {"layers": 2, "bias": True, "lm_head": "shared", "draft_vocab": None, **LAYER},
-    "hass": {"layers": 1, "bias": False, "lm_head": "shared", "draft_vocab": 30, **LAYER},
+    "eagle": {"layers": 2, "bias": True, "lm_head": "shared", "draft_vocab": None, **SINGLE},
+    "hass": {"layers": 1, "bias": False, "lm_head": "shared", "draft_vocab": 30, **SINGLE},
     "eagle3": {
         "layers": 1, "feature_layers": [0, 1, 2], "feature_norm": False, "joint_norm": False, "norm_output": False,
         "norm_before_residual": False, "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": 30,
-        **LAYER,
-    },
-    "eagle4": {
-        "layers": 1, "feature_layers": [0, 1, 2], "feature_norm": True, "joint_norm": False, "norm_output": True,
-        "norm_before_residual": False, "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": None,
-        "candidates": None, "candidate_rank": 6, **LAYER,
+        **SINGLE,
     },
     "medusa": {"heads": 4, "layers": 1, "lm_head": "own", "lm_head_rank": None, "draft_vocab": None},
     "hydra": {
@@ -83,7 +79,7 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     "mlp": {"heads": 4, "inner": 24, "tied": False, "scale_input": True, "draft_vocab": None},
     "mtp": {
         "layer": "llama", "raw_state": False, "qk_norm": False, "feature_layers": None, "lm_head": "shared",
-        "draft_vocab": None, **LAYER, "length": None,
+        "draft_vocab": None, **SINGLE, "length": None,
     },
     "block": {
         "depths": 4, "layers": 2, "feature_layers": [0, 2], "causal": True, "from_anchor": False, "mask_token": None,
@@ -93,9 +89,10 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     "peagle": {
         "layers": 2, "feature_layers": [0, 1, 2], "feature_norm": True, "joint_norm": False,
         "norm_before_residual": False, "qk_norm": False, "lm_head": "own", "draft_vocab": 30,
-        "depths": 4, "mask_token": 7, "embedding": "shared", **LAYER,
+        "depths": 4, "mask_token": 7, "embedding": "shared", **SINGLE,
     },
 }  # fmt: skip
+HEAD_CONFIGS["eagle4"] = HEAD_CONFIGS["eagle3"] | {"feature_norm": True, "norm_output": True, "draft_vocab": None}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle pruned": ("eagle", {"lm_head": "own", "draft_vocab": 25}),
     "eagle3.1": ("eagle3", {"feature_norm": True, "norm_output": True}),
@@ -105,6 +102,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers": 2, "feature_layers": [2, 0], "joint_norm": True, "lm_head": "shared", "draft_vocab": None},
     ),
     "eagle4 with candidates": ("eagle4", {"candidates": 9, "draft_vocab": 30}),
+    "mtp with candidates": ("mtp", {"candidates": 9}),
     "medusa of low rank": ("medusa", {"lm_head_rank": 8, "draft_vocab": 30}),
     "medusa shared": ("medusa", {"lm_head": "shared", "layers": 2}),
     "hydra plain": ("hydra", {"prefix": False, "tied": True, "layers": 3, "lm_head_bias": True, "draft_vocab": 30}),
@@ -125,18 +123,15 @@ LAYERED: dict[str, tuple[Any, ...]] = {
     "intermediate_size": (None, 24), "rope_theta": (1e4, 30.0), "rope_scaling": (None, LINEAR), "norm_eps": (1e-5, 0.3),
     "lm_head": ("shared", "own"), "draft_vocab": (None, 25),
 }  # fmt: skip
+CHOSEN = LAYERED | {"candidates": (None, 9), "candidate_rank": (6, 16)}
 FUSED: dict[str, tuple[Any, ...]] = {
     "layers": (1, 2), "feature_layers": ([0, 1, 2], [2, 0]), "feature_norm": (False, True),
-    "joint_norm": (False, True), "norm_before_residual": (False, True), "qk_norm": (False, True), **LAYERED,
+    "joint_norm": (False, True), "norm_before_residual": (False, True), "qk_norm": (False, True), **CHOSEN,
 }  # fmt: skip
 # The values of every option of each head, which `PAIRS` tries together.
 VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "eagle": {"layers": (1, 2), "bias": (False, True), **LAYERED},
+    "eagle": {"layers": (1, 2), "bias": (False, True), **CHOSEN},
     "eagle3": FUSED | {"norm_output": (False, True), "kv_injection": (False, True)},
-    "eagle4": FUSED | {
-        "norm_output": (False, True), "kv_injection": (False, True), "candidates": (None, 9),
-        "candidate_rank": (6, 16),
-    },
     "medusa": {
         "heads": (4,), "layers": (1, 2), "lm_head": ("own", "shared"), "lm_head_rank": (None, 8),
         "draft_vocab": (None, 25),
@@ -151,7 +146,7 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "mtp": {
         "layer": ("llama", "target"), "raw_state": (False, True), "qk_norm": (False, True),
-        "feature_layers": (None, [2, 0]), **LAYERED,
+        "feature_layers": (None, [2, 0]), **CHOSEN,
     },
     "block": {
         "depths": (4,), "layers": (1, 2), "feature_layers": ([0, 2], None), "causal": (False, True),

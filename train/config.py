@@ -266,8 +266,8 @@ def checked(run: RunConfig) -> RunConfig:
         )
     if (getattr(run.head, "candidates", None) is not None) != bool(objective.losses.get("candidates")):
         raise ValueError(
-            "head.candidates and objective.losses.candidates train a candidate head together: give "
-            "experiment=eagle4_candidates, or leave both out"
+            "head.candidates and objective.losses.candidates belong together: give experiment=candidates and the "
+            "kind of the head, or leave both out"
         )
     if run.init in STARTS:  # otherwise `init` names a head with its own configuration
         if predicts and not objective.losses.get("confidence"):

@@ -107,8 +107,8 @@ class LossInputs:
     true_feature: Float[Tensor, "R D"] | None  # the target's feature
     confidence: PerRow | None  # the predicted logit of the draft's acceptance
     full_vocab: bool  # whether the head drafts the whole vocabulary
-    scores: PerToken | None = None  # scores by which a candidate head chooses tokens
-    candidates: int = 0  # number of candidates that it chooses
+    scores: PerToken | None = None  # scores by which candidates are chosen
+    candidates: int = 0  # number of candidates
 
     @cached_property
     def best(self) -> RowIndex:
@@ -213,7 +213,7 @@ def confidence(x: LossInputs, _: ObjectiveConfig) -> PerRow:
 
 
 def candidates(x: LossInputs, _: ObjectiveConfig) -> PerRow:
-    """Forward KL from the head's own distribution to that of its candidate head's scores (EAGLE-4, second stage)."""
+    """Forward KL from the head's own distribution to that of the scores that choose its candidates (EAGLE-4)."""
     log_q = x.log_q.detach()
     return (log_q.exp() * (log_q - _scores(x).log_softmax(-1))).sum(-1)
 
@@ -226,7 +226,7 @@ def missed(x: LossInputs, _: ObjectiveConfig) -> PerRow:
 
 def _scores(x: LossInputs) -> PerToken:
     if x.scores is None:
-        raise ValueError("objective.losses: this head has no candidate head; give experiment=eagle4_candidates")
+        raise ValueError("objective.losses: this head has no candidates; give experiment=candidates")
     return x.scores
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from heads import rows
 from heads.base import DepthOutput, DraftHead, Features, draft_size, to_device
-from heads.modules.vocab import AccumulatingModule, argmax
+from heads.modules.vocab import AccumulatingModule, CandidateLmHead, argmax
 from heads.shapes import Anchors, Paths, PerSequence, RowMask, Sequences
 from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, RowIndex, TeacherProbs
@@ -231,7 +231,7 @@ class LossContext(NamedTuple):
         logits = self.head.compute_logits(draft.state, d + 1)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         lm_head: Any = getattr(self.head, "lm_head", None)
-        has_candidates = hasattr(lm_head, "candidate_up")
+        has_candidates = isinstance(lm_head, CandidateLmHead)
         return LossInputs(
             probs,
             pick.position,

@@ -25,7 +25,7 @@ from heads.common.target_config import UNFIT, experts_of, read_target_config, re
 from heads.medusa import Medusa
 from heads.modules.autoregressive import Autoregressive
 from heads.modules.layers import Attention, Recomputing, SwiGLU
-from heads.modules.vocab import AccumulatingModule
+from heads.modules.vocab import AccumulatingModule, freeze_around_candidates
 from inference.target.attention import packing
 from inference.target.cache import recurrence
 from inference.target.config import DTYPES, ModelConfig, fast_dtype
@@ -53,8 +53,9 @@ SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its g
 # Models of Llama's layers, by how many norms as wide as an attention head each layer has.
 PLAIN = {"llama": 0, "qwen3": 2, "qwen3_moe": 2}
 ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head that read the target's rows, once
-# Bytes of each logit of a chunk: the draft's, a further loss's, the target's while its probs are computed, and theirs.
-LOGIT, LOSS, TEACHER, PROB = 12, 12, 10, 4
+# Bytes of each logit of a chunk: the draft's, a further loss's, of the scores that choose candidates, the target's
+# while its probs are computed, and theirs.
+LOGIT, LOSS, SCORE, TEACHER, PROB = 12, 12, 20, 10, 4
 HALF_BLOCK = 64  # keys: attention works in blocks of 128 queries, in which half of the pairs are masked
 Sizes = dict[str, int]  # bytes by what they hold
 
@@ -174,6 +175,8 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
         head = HEADS[run.head.name](run.head, target)
         whole = parameter_count(head)
         adapt(head, run.peft)
+        freeze_around_candidates(head)
+    learns = getattr(run.head, "candidates", None) is None  # otherwise gradients reach two factors alone
     depths, anchors, length = run.objective.depths, run.objective.anchors, run.data.length
     tokens = micro_batch_size * length
     if isinstance(head, HeadModule) and (head.max_depth < depths or not isinstance(head, Autoregressive)):
@@ -187,9 +190,10 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
         saved += rows * per_row(module, item, (experts_of(target.config) or (1, 1))[1], run.trainer.recompute)
         for inner in module.modules():
             if isinstance(inner, nn.Linear | AccumulatingModule) and inner.weight is not None:
-                flops += (8 if run.trainer.recompute else 6) * rows * inner.weight.numel()
+                passes = (8 if run.trainer.recompute else 6) if learns or inner.weight.requires_grad else 2
+                flops += passes * rows * inner.weight.numel()
             elif isinstance(inner, Attention):
-                flops += 14 * keys * rows * inner.q_proj.out_features
+                flops += (14 if learns else 4) * keys * rows * inner.q_proj.out_features
     # A masked position reads copies of its block's keys and values: one per position, on CUDA one per block.
     slots = getattr(head, "size", depths - 1 if hasattr(head, "mask_hidden") else 0)
     copies = drafted * slots * (1 if device == "cuda" else slots)
@@ -197,18 +201,20 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     # The states of all drafts, in fp32 as norms return them; Medusa's last blocks keep them anyway.
     size, width = draft_size(head), target.hidden_size
     drafts = depths * tokens * width * (4 if any(hasattr(head, name) for name in ("norm", "ln")) else item)
-    saved += 0 if isinstance(head, Medusa) else drafts
+    saved = (saved if learns else 0) + (0 if isinstance(head, Medusa) else drafts)
     # Logits of one chunk, the target's and the head's.
     teachers = min(tokens, depths * drafted)
     chunk = min(teachers, chunk_rows(head, device, depths * tokens))
     further = sum(name not in READ_P | NOT_OF_LOGITS for name in run.objective.losses)
     taught = TEACHER * target.vocab_size * (chunk if head.vocab is None else min(chunk, TEACHER_ROWS))
-    loss = drafts + PROB * size * chunk + max(taught, (LOGIT + LOSS * further) * size * chunk * drafted // teachers)
+    logit = LOGIT + LOSS * further + SCORE * (not learns)
+    loss = drafts + PROB * size * chunk + max(taught, logit * size * chunk * drafted // teachers)
     parameters, count = parameter_count(head) + frozen_count(head), parameter_count(head)
     lm_heads = [module.weight for module in head.modules() if isinstance(module, AccumulatingModule)]
     owned = sum(weight.numel() for weight in lm_heads if weight is not None and weight.requires_grad)
     saved, loss = saved + (2 * parameters if item == 2 else 0), loss + 4 * owned
-    shared = 2 / 3 * width * size if any(weight is None for weight in lm_heads) else 0  # without the weight's gradient
+    forward = (2 if learns else 1) / 3  # and the gradient of its input, where there is one
+    shared = forward * width * size if any(weight is None for weight in lm_heads) else 0
     flops += 6 * drafted * depths * shared + 2 * teachers * width * target.vocab_size
     moments = 2 * count - (run.trainer.optimizer == "muon") * sum(p.numel() for p in hidden_matrices(head))
     return HeadCost(whole, count, parameters - count, moments, head.feature_layers, round(saved), loss, round(flops))

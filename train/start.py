@@ -27,10 +27,10 @@ from heads.common.rope import Rope, positions_of
 from heads.common.typed import Count, Decay, Width, typed
 from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
-from heads.eagle4 import Eagle4
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.formats.mtp_layouts import BLOCK
 from heads.formats.weights import meta_state_dict
+from heads.modules.vocab import freeze_around_candidates
 from heads.mtp import TARGET, Mtp
 from heads.rows import positions
 from inference.drafters.head import load_mtp
@@ -173,12 +173,13 @@ def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, place
             "init=checkpoint copies a layer of a target that is whole on a device: not with model.placement="
             f"{placement}; give init=last_layer"
         )
-    if getattr(config, "candidates", None) is not None and init in STARTS:
+    adapts = isinstance(adapter, LoraAdapterConfig)
+    if getattr(config, "candidates", None) is not None and (init in STARTS or adapts):
         raise ValueError(
-            "head.candidates trains a candidate head on top of an existing head: give init=FOLDER of an EAGLE-3 or "
-            "EAGLE-4 head, or head.candidates=null for the first stage"
+            "head.candidates trains nothing but the candidates of an existing head: give init=FOLDER of one and no "
+            "peft, or head.candidates=null for the first stage"
         )
-    if isinstance(adapter, LoraAdapterConfig) and init in (None, AUTO):
+    if adapts and init in (None, AUTO):
         raise ValueError(
             "peft=lora adapts an existing head, and init names none: give init=FOLDER of a head, or leave peft out"
         )
@@ -197,26 +198,26 @@ def init_head(config: HeadConfig, init: str | None, target: AnyTarget, base: str
     loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
     head = kind(resolve_saved_config(config, loaded.config, init), target.embeddings)
     weights = loaded.state_dict()  # in fp32, whatever the file's dtype
-    head.load_state_dict(weights, strict=not isinstance(head, Eagle4))  # a candidate head may be missing
-    if head.state_dict().keys() - weights.keys():  # a new candidate head starts from the loaded lm_head
+    head.load_state_dict(weights, strict=False)  # one of the two may have no candidates
+    if head.state_dict().keys() - weights.keys():  # new candidates start from the loaded lm_head
         head.lm_head.factorise()
+    freeze_around_candidates(head)
     return head
 
 
 def resolve_saved_config(config: HeadConfig, saved: HeadConfig, init: str) -> HeadConfig:
     """Return the configuration of a head that starts from one of the configuration `saved`; refuse another kind."""
     check_kind(config, saved.name, init)
-    given = vars(saved) | {"name": config.name}
-    if isinstance(config, Eagle4.Config):
-        rank = given["candidate_rank"] if given.get("candidates") is not None else config.candidate_rank
-        given |= {"candidates": config.candidates, "candidate_rank": rank}
-    return type(config)(**given)
+    ours = ["name", "candidates"]
+    if getattr(saved, "candidates", None) is None:
+        ours.append("candidate_rank")
+    return type(config)(**vars(saved) | {key: value for key, value in vars(config).items() if key in ours})
 
 
 def check_kind(config: HeadConfig, kind: str, init: str) -> None:
-    """Refuse to start a head from one of another kind; EAGLE-4's may start from EAGLE-3's."""
+    """Refuse to start a head from one of another kind; EAGLE-4's and EAGLE-3's are one."""
     loaded: Any = HEADS[kind]
-    if loaded.Config is not type(config) and not (isinstance(config, Eagle4.Config) and kind == "eagle3"):
+    if loaded.Config is not type(config):
         raise ValueError(
             f"init={init} is a head of kind {kind}, whose objective is not that of {config.name}: give head={kind}, "
             "or another head as init"

@@ -28,12 +28,12 @@ FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # the index of a sharded checkpoint
 SCHEDULE = "schedule"  # key of the optional schedule, which maps batch sizes to trees
-# The defaults of keys, for heads saved before the key existed.
+# The defaults of keys, for heads saved before the key existed, and for those of other projects.
 EARLIER = {
     "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
     "from_anchor": False, "rope_scaling": None, "mask_token": None, "joint_norm": False,
     "domino": None, "domino_rank": 256, "selector_rank": None, "selector_top_k": 16, "conv": None, "conv_group": 16,
-    "feature_layers": None, "layer": "llama", "raw_state": False,
+    "feature_layers": None, "layer": "llama", "raw_state": False, "candidates": None, "candidate_rank": 128,
 }  # fmt: skip
 
 # Keys in heads saved earlier that had no effect.
@@ -181,11 +181,15 @@ def head_config(folder: Path, content: Json) -> Any:
     try:
         if name in [*HEADS]:
             kind: Any = HEADS[name]
-            earlier = {field.name: EARLIER[field.name] for field in fields(kind.Config) if field.name in EARLIER}
-            values = earlier | {key: value for key, value in values.items() if key not in RETIRED.get(name, ())}
+            values = earlier(kind) | {key: value for key, value in values.items() if key not in RETIRED.get(name, ())}
         return heads.head_config(values)
     except ValueError as error:
         raise ValueError(f"{folder}/{CONFIG}: {error}") from None
+
+
+def earlier(kind: Any) -> Json:
+    """Return the defaults of the keys that a kind of head has got since its first day."""
+    return {field.name: EARLIER[field.name] for field in fields(kind.Config) if field.name in EARLIER}
 
 
 def assert_same_target(folder: Path, saved: TargetSpec, target: TargetSpec) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import DraftVocabulary, Embeddings
+from heads.base import CandidateConfig, DraftVocabulary, Embeddings
 from heads.shapes import Logits, States, TokenIds
 
 BLOCK = 128  # tokens of a block; only the best block is searched for the index of the maximum
@@ -155,12 +155,15 @@ class DraftLmHead(AccumulatingModule):
         """Initialise from the rows of the target's lm_head for the vocabulary's tokens."""
         if self.weight is None or self.weight.is_meta:  # a meta tensor has no values to start from
             return
-        weight, vocab = self._embeddings[0].lm_head_weight().detach(), self._vocab[0]
-        weight = (weight if vocab is None else weight[vocab.ids.to(weight.device)]).float()
         if self.down is None:
-            self.weight.copy_(weight)
+            self.weight.copy_(self.rows())
         else:
-            factorise(weight, self.weight, self.down.weight)
+            factorise(self.rows(), self.weight, self.down.weight)
+
+    def rows(self) -> Float[Tensor, "W D"]:
+        """Return the rows of the target's lm_head for the vocabulary's tokens, in fp32."""
+        weight, vocab = self._embeddings[0].lm_head_weight().detach(), self._vocab[0]
+        return (weight if vocab is None else weight[vocab.ids.to(weight.device)]).float()
 
     def forward(self, hidden: States) -> Logits:
         """Return the logits."""
@@ -168,6 +171,60 @@ class DraftLmHead(AccumulatingModule):
             vocab = self._vocab[0]
             return self._embeddings[0].logits(hidden, None if vocab is None else vocab.ids)
         return self.product(hidden if self.down is None else self.down(hidden), self.bias)
+
+
+class CandidateLmHead(DraftLmHead):
+    """An lm_head that scores `count` candidates in decoding, and the whole vocabulary in training (EAGLE-4).
+
+    Candidates are the tokens with the highest scores of rank `rank`; the lm_head, the target's or the head's own,
+    scores these exactly and no others. It is trained in a second stage, as NeMo Automodel documents it
+    (components/speculative/eagle/eagle4.md): with everything else frozen (`freeze_around_candidates`) the two factors
+    start as the truncated singular value decomposition of the lm_head and learn by `losses.candidates`.
+    """
+
+    def __init__(self, embeddings: Embeddings, kind: str, vocab: DraftVocabulary | None, count: int, rank: int) -> None:
+        super().__init__(embeddings, kind, vocab)
+        width, size = embeddings.hidden_size, embeddings.vocab_size if vocab is None else len(vocab.ids)
+        self.count, rank = min(count, size), min(rank, width)
+        self.candidate_down = nn.Linear(width, rank, bias=False)
+        self.candidate_up = VocabularyLinear(rank, size, bias=False)
+
+    def factorise(self) -> None:
+        """Initialise the factors from the lm_head."""
+        weight = self.rows() if self.weight is None else self.weight
+        factorise(weight, self.candidate_up.weight, self.candidate_down.weight)
+
+    def scores(self, hidden: States) -> Logits:
+        """Return the low-rank scores, by which candidates are chosen."""
+        return self.candidate_up(self.candidate_down(hidden))
+
+    def forward(self, hidden: States) -> Logits:
+        """Return the logits; in decoding, tokens outside the candidates have minus infinity."""
+        if self.training:
+            return super().forward(hidden)
+        scores, vocab = self.scores(hidden), self._vocab[0]
+        chosen = scores.topk(self.count, -1).indices
+        if self.weight is None:
+            logits = self._embeddings[0].logits(hidden, chosen if vocab is None else vocab.ids[chosen])
+        else:
+            logits = (self.weight[chosen] @ hidden[..., None])[..., 0]
+        return torch.full_like(scores, float("-inf"), dtype=logits.dtype).scatter(-1, chosen, logits)
+
+
+def lm_head_of(config: CandidateConfig, embeddings: Embeddings, vocab: DraftVocabulary | None) -> DraftLmHead:
+    """Return the one lm_head of a head."""
+    if config.candidates is None:
+        return DraftLmHead(embeddings, config.lm_head, vocab)
+    return CandidateLmHead(embeddings, config.lm_head, vocab, config.candidates, config.candidate_rank)
+
+
+def freeze_around_candidates(head: nn.Module) -> None:
+    """Freeze a head but for the factors that choose its candidates, if it has any."""
+    lm_head = getattr(head, "lm_head", None)
+    if isinstance(lm_head, CandidateLmHead):
+        head.requires_grad_(False)
+        lm_head.candidate_down.requires_grad_(True)
+        lm_head.candidate_up.requires_grad_(True)
 
 
 @torch.no_grad()

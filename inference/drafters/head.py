@@ -280,7 +280,7 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
             raise ValueError("the target's last layer cannot run by itself (it keeps a recurrent state)")
         # The layer's sizes are the target's.
         sizes = None, None, None, None, None, 10000.0, None, 0.0
-        config = Mtp.Config("mtp", *sizes, "shared", None, TARGET, layout.raw_state, False, None)
+        config = Mtp.Config("mtp", *sizes, "shared", None, None, 1, TARGET, layout.raw_state, False, None)
         with torch.device("meta"):
             head = Mtp(config, target.embeddings)
         last = target.decoder_layers[-1].state_dict().items()

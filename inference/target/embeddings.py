@@ -63,12 +63,16 @@ class TargetEmbeddings(nn.Module):
         """Return the input embeddings."""
         return self.embedding(token)
 
-    def logits(self, hidden: States, ids: Int[Tensor, "W"] | None = None) -> Logits:
-        """Return the logits of final-normed hidden states in the lm_head's dtype; with `ids` only these tokens'."""
+    def logits(self, hidden: States, ids: Int[Tensor, "*#n W"] | None = None) -> Logits:
+        """Return the logits of final-normed states in the lm_head's dtype; with `ids` theirs, or each state's own."""
         # In rows "N D": for a slice torch 2.13 copies a frozen bf16 weight (findings/torch_frozen_linear_…).
         shape, hidden = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1]).to(self.lm_head.weight.dtype)
         if ids is None:
             logits = self.lm_head(hidden)
+        elif ids.ndim > 1:
+            bias, ids = self.lm_head.bias, ids.flatten(0, -2)
+            logits = (self.lm_head.weight[ids] @ hidden[..., None])[..., 0]
+            logits = logits if bias is None else logits + bias[ids]
         elif not torch.compiler.is_compiling():
             logits = self._rows(ids)(hidden)
         elif self._last_rows is not None and self._last_rows[0] is ids:

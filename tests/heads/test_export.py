@@ -80,7 +80,7 @@ CASES = {
     ),
     "EAGLE-3 authors": Case("eagle3", OWN_PLACE, "eagle", partial(foreign.eagle3, engine="authors")),
     "EAGLE-4": Case("eagle4", {**OWN_PLACE, "candidates": 9}, "eagle4", SGLANG),
-    "EAGLE-4 without its candidate head": Case("eagle4", OWN_PLACE, "vllm", foreign.eagle3),
+    "EAGLE-4 without candidates": Case("eagle4", OWN_PLACE, "vllm", foreign.eagle3),
     "EAGLE-3 OpenVINO": Case("eagle3", OWN_PLACE, "openvino", partial(foreign.eagle3, engine="authors")),
     "EAGLE-3 OpenVINO whole": Case(
         "eagle3", {**OWN_PLACE, "draft_vocab": None}, "openvino", partial(foreign.eagle3, engine="authors")

@@ -11,6 +11,7 @@ from torch import Tensor
 from heads.base import Features, LayerDims
 from heads.modules.attention import BLOCK, Pattern
 from heads.modules.layers import Recomputing
+from heads.modules.vocab import freeze_around_candidates
 from tests import toys
 from tests.train import jobs
 from train.config import RunConfig
@@ -67,13 +68,15 @@ def kept(head: Any, features: Features, depths: int) -> int:
     return sum(x.untyped_storage().nbytes() for at, x in found.items() if at not in known)
 
 
-@pytest.mark.parametrize("name", list(toys.HEAD_CONFIGS))
+@pytest.mark.parametrize("name", [*toys.HEAD_CONFIGS, "eagle4 with candidates", "mtp with candidates"])
 def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "block":  # its attention leaves out rows before a block's documents, which numbers alone show
         monkeypatch.setattr(Pattern, "first_rows", property(lambda seen: [0] * len(seen.first.split(BLOCK, 1))))
     run, head, features, weight = step_of(name)
+    freeze_around_candidates(head)
+    losses = {"candidates": 1.0} if name.endswith("candidates") else run.objective.losses
     with Counter() as count:
-        loss = Loss(head, run.objective, compiled=False, autocast=False)
+        loss = Loss(head, replace(run.objective, losses=losses), compiled=False, autocast=False)
         loss(features, weight, None, loss.chunks(weight > 0, weight.device))[0].backward()
     assert count.total <= cost_of(run).flops * 1.02
     assert cost_of(run).flops <= MARGIN * count.total

@@ -58,7 +58,8 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     last = usual.removesuffix("input_layernorm.weight")
     split = not any(name.startswith(last) and name.endswith(".gate_up_proj") for name in entries)
     inner = layout.inner.format(layers)
-    module = {name: tensor for name, tensor in head.state_dict().items() if name != "vocab.ids"}  # drafts all tokens
+    # drafts all tokens
+    module = {name: x for name, x in head.state_dict().items() if name != "vocab.ids" and "candidate_" not in name}
     tensors = layout.write(module, layers, split=split)
     like = {name: name.replace(inner, last, 1) for name in tensors}  # the last layer's tensor of the same kind
     odd = {name for name in entries if name.startswith(last)} ^ {one for one in like.values() if one in entries}

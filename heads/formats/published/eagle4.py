@@ -1,6 +1,6 @@
 """EAGLE-4 in the format of its engine plug-ins (eagle-harness 0.1.3) and of NeMo Automodel's export.
 
-The format has EAGLE-3.1's tensors of one layer under `layers.0`, the target's embedding, and the candidate head's two
+The format has EAGLE-3.1's tensors of one layer under `layers.0`, the target's embedding, and the candidates' two
 factors. The plug-ins refuse unknown keys and tensors, several layers, and a draft vocabulary. Other engines get the
 head without its factors: an EAGLE-3.1 head that drafts over the whole vocabulary.
 """
@@ -19,14 +19,12 @@ CLASS = EngineClass(["LlamaForCausalLMEagle4"], "llama", {})
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the mapping of the format's tensors."""
     plan = eagle3.read(source, embeddings, sliding=True)
-    candidate_head = source.config.get("efficient_lm_head_config") or {}
-    if candidate_head.get("type", "low_rank") != "low_rank":
-        raise source.refusal(
-            f"a candidate head of another kind (efficient_lm_head_config.type={candidate_head['type']})"
-        )
+    chosen = source.config.get("efficient_lm_head_config") or {}
+    if chosen.get("type", "low_rank") != "low_rank":
+        raise source.refusal(f"candidates of another kind (efficient_lm_head_config.type={chosen['type']})")
     config = {
         **plan.config,
-        "candidates": candidate_head.get("num_candidates"),
+        "candidates": chosen.get("num_candidates"),
         "candidate_rank": source.tensor(UP).shape[1],
     }
     return plan._replace(head="eagle4", config=config, rename=lambda name: OURS.get(name) or plan.rename(name))
@@ -39,7 +37,7 @@ def engines(source: Export) -> ExportedHead:
         layers=1, kv_injection=False, qk_norm=False, norm_before_residual=False, joint_norm=False, draft_vocab=None
     )
     if options.candidates is None:
-        raise source.refusal("no candidate head", "which the plug-ins need; train it with experiment=eagle4_candidates")
+        raise source.refusal("no candidates", "which the plug-ins need; train them with experiment=candidates")
     _, tensors = eagle3.engines(source._replace(format_name="sglang"))
     outputs, _ = source.outputs()
     window = {} if options.length is None else {"sliding_window": options.length}
@@ -52,12 +50,6 @@ def engines(source: Export) -> ExportedHead:
             "type": "low_rank", "rank": options.candidate_rank, "num_candidates": options.candidates,
         },
     }  # fmt: skip
-    return ExportedHead(config, {OURS.get(name, name): tensor for name, tensor in tensors.items()} | {
-        EMBEDDING: embedding_of(source.embeddings)
-    })  # fmt: skip
-
-
-def without_candidates(source: Export) -> ExportedHead:
-    """Export the head as EAGLE-3.1, for the engines that read that format."""
-    config, tensors = eagle3.engines(source)
-    return ExportedHead(config, {name: tensor for name, tensor in tensors.items() if name not in OURS})
+    ours = source.head.state_dict()
+    factors = {theirs: ours[name] for name, theirs in OURS.items()}
+    return ExportedHead(config, tensors | factors | {EMBEDDING: embedding_of(source.embeddings)})

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 # over options that only some of them run.
 Writers = dict[str, Callable[[Export], ExportedHead]]
 ENGINES: Writers = {"eagle": eagle.engines, "hass": eagle.engines, "eagle3": eagle3.engines, "block": dflash.engines,
-                    "eagle4": eagle4.without_candidates, "mtp": mimo.engines}  # fmt: skip
+                    "eagle4": eagle3.engines, "mtp": mimo.engines}  # fmt: skip
 FORMATS: dict[str, Writers] = {
     "vllm": {**ENGINES, "medusa": medusa.engines, "peagle": peagle.engines},
     "sglang": ENGINES,

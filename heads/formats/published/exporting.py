@@ -51,8 +51,8 @@ class Export(NamedTuple):
 
     @property
     def tensors(self) -> NamedTensors:
-        """The head's tensors by our names."""
-        return self.head.state_dict()
+        """The head's tensors by our names, without the factors that choose candidates: the lm_head is exact alone."""
+        return {name: tensor for name, tensor in self.head.state_dict().items() if "candidate_" not in name}
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors without the draft vocabulary: engines then draft all tokens by the shared lm_head."""

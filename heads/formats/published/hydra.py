@@ -55,7 +55,6 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         "prefix": prefix,
         "lm_head": "own",
         "lm_head_bias": lm_head.format(0) + "bias" in source.tensors,
-        "lm_head_rank": None,
     }
     rename = partial(their_name, block_numbers=block_numbers, lm_head=lm_head)
     layer = dict.fromkeys(("length", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"))

@@ -38,7 +38,6 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         "heads": heads,
         "layers": layers,
         "lm_head": "shared" if original or second else "own",
-        "lm_head_rank": None,
     }
 
     def rename(name: str) -> str:

@@ -39,10 +39,6 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     unbiased = source._replace(tensors={name: source.tensors[name] for name in source.tensors.keys() - zero})
     config = {
         "qk_norm": f"{LAYER}self_attn.q_norm.weight" in source.tensors,
-        "layer": "llama",
-        "raw_state": False,
-        "feature_layers": None,
-        "lm_head": "shared",
         **decoder(unbiased, LAYER, embeddings),
     }
     filled = {"eh_proj.weight": swapped(source.tensor(f"{LAYER}input_proj.weight"))}

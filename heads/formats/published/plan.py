@@ -15,6 +15,7 @@ from heads.base import Embeddings, NamedTensors, embedding_of
 from heads.common.rope import Rope, positions_of
 from heads.common.typed import Json, typed
 from heads.common.untrusted import shown
+from heads.formats.store import earlier
 from heads.formats.weights import meta_state_dict
 
 STATES = "eagle_aux_hidden_state_layer_ids"  # key of hidden states at the top level, of layer outputs in `eagle_config`
@@ -106,7 +107,7 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
     kind: Any = HEADS[plan.head]
     try:
         drafts = None if plan.ids is None else len(plan.ids)
-        config = typed(kind.Config, {"name": plan.head, "draft_vocab": drafts, **plan.config})
+        config = typed(kind.Config, earlier(kind) | {"name": plan.head, "draft_vocab": drafts} | plan.config)
     except ValueError as error:
         raise source.error(f"head.{error}") from None
     expected_tensors = meta_state_dict(kind, config, embeddings, f"{source.folder}: ")
