@@ -34,6 +34,8 @@ from data.text.prompts import Prompt
 from eval.live import interleave
 from eval.measures.machine import device_facts
 from heads import HEADS
+from heads.base import Embeddings
+from heads.formats.store import earlier
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.host import DrafterState, HostDrafter
@@ -228,6 +230,12 @@ def against_hf(target: Target, prompts: list[Prompt], settings: RequestParams) -
         print(f"{kind:8} cache {total[kind] / total['here']:6.3f}{'' if same else ' (other tokens!)'}")
 
 
+def eagle_head(embeddings: Embeddings, **options: Any) -> Any:
+    """Return a frozen EAGLE head with random weights."""
+    kind: Any = HEADS["eagle"]
+    return kind(kind.Config(**earlier(kind) | EAGLE | options), embeddings).eval().requires_grad_(False)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="What the engine itself costs.")
@@ -236,8 +244,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="do not compile")
     asked = parser.parse_args()
     target = random_target(asked.dtype)
-    kind: Any = HEADS["eagle"]
-    head = kind(kind.Config(**EAGLE), target.embeddings).to(target.dtype).eval().requires_grad_(False)
+    head = eagle_head(target.embeddings).to(target.dtype)
     prompts = random_prompts(4)
     size = sum(parameter.numel() for parameter in target.model.parameters())
     print(f"{size / 1e6:.0f}M parameters, {device_facts(target.device, target.dtype)}")

@@ -1,6 +1,6 @@
 """Greedy tokens of the recurrent toys against `generate`, in fp32: each drafter that drafts for such targets.
 
-    python benchmarks/greedy.py [--families NAME …] [--prompts N] [--out docs/targets.md]
+    python benchmarks/greedy.py [--families NAME …] [--prompts N] [--out benchmarks/history.md]
 
 The toys are those of tests/families.py. transformers writes a prompt's text once, and every source drafts it; the
 losslessness check of reports compares the two, and counts near ties by themselves. `erring` drafts the text itself,

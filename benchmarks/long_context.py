@@ -23,9 +23,8 @@ sys.path[0] = str(ROOT)
 
 import torch
 
-from benchmarks.engine import EAGLE, SHAPE, random_target
+from benchmarks.engine import SHAPE, eagle_head, random_target
 from eval.measures.machine import device_facts
-from heads import HEADS
 from heads.base import Features, NewRows
 from heads.common.target_config import cache_argument
 from heads.modules.kv_cache import KVCache
@@ -164,9 +163,7 @@ def main() -> None:
     asked = parser.parse_args()
     positions = max(asked.contexts) + ROOM
     target = random_target("float32", max_position_embeddings=positions, num_key_value_heads=asked.kv_heads)
-    kind: Any = HEADS["eagle"]
-    head = kind(kind.Config(**EAGLE | {"num_kv_heads": 12}), target.embeddings)
-    drafter = HeadDrafter(head.eval().requires_grad_(False), TREE, "eagle")
+    drafter = HeadDrafter(eagle_head(target.embeddings, num_kv_heads=12), TREE, "eagle")
     print(f"{device_facts(target.device, target.dtype)}, {asked.kv_heads} key-value heads; milliseconds")
     titles = "context", "draft", "alone", "attention", "step", "step/alone", "mask", "settle", "head"
     print("".join(f"{title:>12}" for title in titles))

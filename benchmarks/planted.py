@@ -114,8 +114,8 @@ BUGS = [
     ),
     Bug(
         "data/text/filters.py",
-        "for i in range(len(words) - count + 1))",
-        "for i in range(len(words) - count))",
+        "zip(*(words[start:] for",
+        "zip(*(words[start:-1] for",
         ["tests/data/test_filters.py"],
     ),
     Bug(

@@ -71,7 +71,6 @@ def verify_on_device(
 
         last, token = rules.walk(batch, valid, choose, tree_depth, allow_host_sync=True)
     else:
-        assert q is not None
         draft = rules.Sampled(parents, batch.token, valid, q[None])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rules, "AcceptDraws", lambda *_: Coins(rng))

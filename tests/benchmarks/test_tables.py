@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import heads
+from benchmarks.engine import eagle_head
 from benchmarks.targets import COLUMNS, measured
 from heads.common.resolvers import register_resolvers
+from tests import toys
 
 WORDS = (
     "mlp", "head=mlp", "trainer.steps=2", "trainer.warmup=0", "trainer.eval_tokens=4", "data.limit=8",
@@ -29,6 +31,10 @@ def test_a_heads_row_is_trained_measured_and_not_run_again(
     capsys.readouterr()
     heads.main()
     assert "mlp" in capsys.readouterr().out
+
+
+def test_the_engines_head_has_every_option() -> None:
+    assert eagle_head(toys.target().embeddings, num_kv_heads=4).config.num_kv_heads == 4
 
 
 @pytest.mark.slow

@@ -212,7 +212,6 @@ def one_sample_per_path(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) 
 
 def pruned_by_own_value(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Drop sampled nodes that the draft itself finds unlikely: the law they were drawn from is no longer q."""
-    assert q is not None
     likely = [0] + [i for i in range(1, len(tree.parent)) if q[tree.parent[i], tree.token[i]] > 0.3]
     kept = [i for i in likely if i == 0 or int(tree.parent[i]) in likely]
     number = {old: new for new, old in enumerate(kept)}
@@ -224,7 +223,6 @@ def pruned_by_own_value(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) 
 
 def wrong_replacement(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Test siblings drawn without replacement as if they had been drawn with it."""
-    assert q is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oracle, "without", lambda probs, _: probs)
         return oracle.recursive(tree, p, q, rng)
@@ -240,12 +238,10 @@ def stale_residual(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Fo
     """Traversal that tries the next sibling against the law from before the rejection."""
 
     def reject(frame: PathNode, x: int) -> None:
-        assert frame.draft is not None
         left = frame.draft.clone()
         left[x] = 0
         frame.draft = left / left.sum() if left.sum() > 0 else left
 
-    assert q is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oracle, "reject", reject)
         return oracle.traversal(tree, p, q, rng)
@@ -260,7 +256,6 @@ def stale_alpha(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found
         reject(frame, x)
         frame.alpha = alpha
 
-    assert q is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oracle, "reject", stale)
         return oracle.traversal(tree, p, q, rng)

@@ -24,7 +24,7 @@ from train.release import folder
 from train.release.folder import assert_served, convert
 
 TARGET = ROOT / "examples" / "tiny"
-LAYER = {**toys.LAYER, "length": None}
+LAYER = {**toys.SINGLE, "length": None}
 EAGLE3 = {
     "layers": 1, "feature_layers": None, "feature_norm": True, "joint_norm": False, "norm_output": True,
     "norm_before_residual": False, "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": 100,
