@@ -198,8 +198,9 @@ def init_head(config: HeadConfig, init: str | None, target: AnyTarget, base: str
     loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
     head = kind(resolve_saved_config(config, loaded.config, init), target.embeddings)
     weights = loaded.state_dict()  # in fp32, whatever the file's dtype
-    head.load_state_dict(weights, strict=False)  # one of the two may have no candidates
-    if head.state_dict().keys() - weights.keys():  # new candidates start from the loaded lm_head
+    missing, unknown = head.load_state_dict(weights, strict=False)
+    assert all("candidate_" in name for name in (*missing, *unknown))  # one of the two may have no candidates
+    if missing:  # new candidates start from the loaded lm_head
         head.lm_head.factorise()
     freeze_around_candidates(head)
     return head

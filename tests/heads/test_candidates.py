@@ -1,6 +1,7 @@
 """Candidates: exact logits of the tokens that a head's lm_head scores, and the stage that trains their choice."""
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,18 +68,19 @@ def test_the_second_stage_trains_the_factors_only(kind: str, tmp_path: Path) -> 
     assert losses.keys() == {"soft_ce", "candidates", "missed"}, "and none of HASS's own"
     config: Any = HEADS[kind].Config(name=kind, **toys.HEAD_CONFIGS[kind] | {"candidates": 9, "draft_vocab": 7})
     head: Any = init_head(config, str(tmp_path / "first"), target)
+    assert (head.config.name, head.config.candidates) == (kind, 9)
     before = {name: value.clone() for name, value in head.state_dict().items()}
     assert all(torch.equal(before[name], value) for name, value in stored.items())
     (features, mask), found = batch(head.feature_layers), []
     trained = {name: parameter for name, parameter in head.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.Adam(trained.values(), 1e-2)
-    for _ in range(20):
+    for _ in range(40):
         loss, sums = loss_of(head, head.unroll(features, 4), features, mask, replace(CONFIG, losses=losses, depths=4))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         found.append(torch.stack([loss.detach(), sums["missed"].sum()]))
-    assert (found[-1] < found[0] * torch.tensor([0.6, 1.01])).all()
+    assert (found[-1] <= found[0] * torch.tensor([0.5, 1.0])).all()
     changed = {name for name, value in head.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == trained.keys() == FACTORS
     save_head(tmp_path / "next", head, target.spec, {})
@@ -103,6 +105,13 @@ def test_engines_get_the_head_without_its_factors(kind: str, tmp_path: Path) -> 
     folders = [exported(made(kind, candidates=n, **options), "vllm", tmp_path / f"{n}") for n in (9, None)]
     assert len({tuple(load_file(folder / "model.safetensors")) for folder in folders}) == 1
     if kind == "eagle4":  # all but EAGLE-4's plug-ins
+        plug_in = exported(made(kind, candidates=9), kind, tmp_path / kind)
+        theirs, ours = (load_file(folder / "model.safetensors") for folder in (plug_in, folders[0]))
+        factors = {"efficient_lm_head.weight", "efficient_lm_head_down_proj.weight"}
+        assert theirs.keys() - ours.keys() == factors | {"embed_tokens.weight"}
+        assert theirs["efficient_lm_head.weight"].shape == (toys.VOCAB, 6)
+        said = json.loads((plug_in / "config.json").read_text())["efficient_lm_head_config"]
+        assert said == {"type": "low_rank", "rank": 6, "num_candidates": 9}
         with pytest.raises(ValueError, match=r"no candidates, .*experiment=candidates"):
             exported(made(kind), kind, tmp_path / "refused")
         with pytest.raises(ValueError, match=r"draft_vocab=30, .*head\.draft_vocab=null"):

@@ -43,7 +43,6 @@ def test_laws_are_those_of_a_model_without_a_cache(near: str, tree: str) -> None
     assert any(step.accepted < step.drafted for step in made.steps)
     for (context, _), (drafted, rows, *_) in zip(watched.asked[:-1], watched.proposed[:-1], strict=True):
         q = by_node(drafted, rows)
-        assert q is not None
         for path in paths(drafted):
             read = context + drafted.token[path[1:]].tolist()
             logits = source.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]

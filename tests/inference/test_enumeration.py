@@ -230,7 +230,6 @@ def wrong_replacement(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) ->
 
 def stopping_block(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Stop at the first rejected length, as token-level verification does."""
-    assert q is not None
     return block(tree, p, q, rng, stop=True)
 
 

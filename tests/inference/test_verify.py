@@ -69,7 +69,6 @@ def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch:
 def last(tree: DraftTree, p: Tensor, rule: str) -> int:
     """Return the last accepted node by a lossy rule."""
     batch, threshold = DraftTree(tree.token[None], tree.parent[None]), RULES[rule].threshold
-    assert threshold is not None
     valid = torch.ones_like(batch.token, dtype=torch.bool)
     return int(rules.follow(batch, ancestors(batch), valid, rules.above_threshold(batch, p[None], threshold)))
 

@@ -115,9 +115,7 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
     prompts = [text[:7] for text in texts]
     run = replace(run, trainer=replace(run.trainer, eval_prompts=4, eval_tokens=count))
     loop = loop_of(run, Accelerator(cpu=True), target, streams, Batches(pack(samples, 32), 4, 4, 0, 0, 1), prompts, {})
-    assert loop.evaluator is not None
     untrained = loop.evaluator.tau(loop.best_head.decoding(loop.stepper.state.weights()), bool)
-    assert untrained is not None
     loop.train()
     after = loop.progress["best_tau"]
     assert (untrained["tau"], after) > (0, 0)
@@ -137,18 +135,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, overrides
 
 
-def losses(out: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
-
-
 def test_a_run_leaves_its_contract_behind(job: tuple[Path, list[str]]) -> None:
     out = job[0] / "whole"
     names = {path.name for path in out.iterdir()}
     assert {"config.yaml", "provenance.json", "metrics.jsonl", "checkpoints", "streams", "prompts.jsonl"} <= names
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "tau" in record] == [2, 4]
-    assert sorted(losses(out)) == [1, 2, 3, 4]
+    assert sorted(jobs.losses(out)) == [1, 2, 3, 4]
     for record in (record for record in records if "loss" in record):
         assert record["loss"] == pytest.approx(sum(0.5**g * mean for g, mean in enumerate(record["soft_ce"])), rel=1e-4)
     content = json.loads((out / "streams" / "config.json").read_text())
@@ -156,7 +149,9 @@ def test_a_run_leaves_its_contract_behind(job: tuple[Path, list[str]]) -> None:
     assert content["target"]["fingerprint"] == Target.load(str(job[0] / "target"), "float32", "cpu").spec.fingerprint
 
 
-@pytest.mark.parametrize("override", ["trainer.optimizer=muon", "trainer.compile=true", "launcher.strategy=fsdp2"])
+@pytest.mark.parametrize(
+    "override", ["trainer.optimizer=muon", "trainer.compile=true", "trainer.recompute=true", "launcher.strategy=fsdp2"]
+)
 def test_what_would_have_no_effect_is_refused(override: str) -> None:
     with pytest.raises(ValueError, match="streams"):
         configured(override)
@@ -168,4 +163,4 @@ def test_a_run_goes_on_bit_for_bit(job: tuple[Path, list[str]]) -> None:
     shutil.copytree(whole, out)
     shutil.rmtree(out / "checkpoints" / "step-00000004")
     among_processes(configured(*overrides, f"out={out}", "resume=true"), streams_job)
-    assert losses(out) == losses(whole)
+    assert jobs.losses(out) == jobs.losses(whole)
