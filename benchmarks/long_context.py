@@ -144,6 +144,7 @@ def drafting(drafter: HeadDrafter, target: Target, length: int) -> Callable[[], 
     drafts.cache = cache
     _, drafts.buffers = drafter.head.extend(cache, NewRows(features, token, torch.tensor([2])))
 
+    @torch.inference_mode()
     def once() -> float:
         cache.length[:], cache.longest = length, length
         begin = time.perf_counter()
