@@ -1,8 +1,7 @@
 """The plan of a run: its memory, disk, operations and hours in closed form, from configurations.
 
 A device holds the process's own memory, the target, the head with its optimiser, and the widest stage of a step: the
-target's forward pass or the head's step. The final evaluation comes after all of these are freed. Every token is
-counted as trained, in one epoch. A run's actual need is within ESTIMATE_ERROR of its plan (docs/training_plan.md).
+target's pass or the head's step. The final evaluation comes after all of these are freed. All tokens count as trained.
 """
 
 import json
@@ -40,7 +39,7 @@ from train.optim import hidden_matrices
 from train.start import adapt
 
 GIB = 2**30
-ESTIMATE_ERROR = 0.15  # relative error of a plan, from measurements
+ESTIMATE_ERROR = 0.15  # relative error of a plan, from the measurements of docs/training_plan.md
 MAX_UTILISATION = 1 - ESTIMATE_ERROR  # share of a device's memory that a plan's choices may use
 PREFETCH_LAYERS = 2  # layers of a gathered or offloaded target that are on a device at once
 ROW_BYTES = 9  # bytes of a packed token: id, document and mask
@@ -53,8 +52,7 @@ SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its g
 # Models of Llama's layers, by how many norms as wide as an attention head each layer has.
 PLAIN = {"llama": 0, "qwen3": 2, "qwen3_moe": 2}
 ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head that read the target's rows, once
-# Bytes of each logit of a chunk: the draft's, a further loss's, of the scores that choose candidates, the target's
-# while its probs are computed, and theirs.
+# Bytes of each value in a chunk: draft's logit, a further loss's, candidates' score, target's logit, its probability.
 LOGIT, LOSS, SCORE, TEACHER, PROB = 12, 12, 20, 10, 4
 HALF_BLOCK = 64  # keys: attention works in blocks of 128 queries, in which half of the pairs are masked
 Sizes = dict[str, int]  # bytes by what they hold
@@ -87,10 +85,9 @@ class TargetShape:
         method, written = saved.get("quant_method"), json.dumps(saved, default=str)
         if (method == "fp8" and device == "cpu") or (method == "mxfp4" and not find_spec("kernels")):
             return item
-        if str(method) in BY_METHOD:
-            return BY_METHOD[str(method)]
         bits = max((bits for bits in map(int, re.findall(BITS, written)) if 0 < bits <= 16), default=None)
-        return QUANTIZED.get(quantize or "", item) if bits is None else bits / 8 + (SCALES if bits < 8 else 0)
+        default = BY_METHOD.get(str(method)) or QUANTIZED.get(quantize or "", item)
+        return default if bits is None else bits / 8 + (SCALES if bits < 8 else 0)
 
 
 def target_shape(model: ModelConfig) -> TargetShape:
@@ -178,10 +175,10 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
         freeze_around_candidates(head)
     learns = getattr(run.head, "candidates", None) is None  # otherwise gradients reach two factors alone
     depths, anchors, length = run.objective.depths, run.objective.anchors, run.data.length
-    tokens = micro_batch_size * length
     if isinstance(head, HeadModule) and (head.max_depth < depths or not isinstance(head, Autoregressive)):
         head.check_depths(depths)
-    drafted = tokens if anchors is None else min(tokens, micro_batch_size * anchors)  # rows drafted from at each depth
+    tokens = micro_batch_size * length
+    drafted = micro_batch_size * min(length, anchors or length)  # rows drafted from at each depth
     # Activations: rows times the bytes that the modules keep per row. A query attends to half of the window's keys.
     window = min(length, getattr(run.head, "length", None) or length)
     keys = min(length, window - window * window / (2 * length) + HALF_BLOCK)
@@ -202,12 +199,10 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     size, width = draft_size(head), target.hidden_size
     drafts = depths * tokens * width * (4 if any(hasattr(head, name) for name in ("norm", "ln")) else item)
     saved = (saved if learns else 0) + (0 if isinstance(head, Medusa) else drafts)
-    # Logits of one chunk, the target's and the head's.
     teachers = min(tokens, depths * drafted)
     chunk = min(teachers, chunk_rows(head, device, depths * tokens))
-    further = sum(name not in READ_P | NOT_OF_LOGITS for name in run.objective.losses)
     taught = TEACHER * target.vocab_size * (chunk if head.vocab is None else min(chunk, TEACHER_ROWS))
-    logit = LOGIT + LOSS * further + SCORE * (not learns)
+    logit = LOGIT + LOSS * len({*run.objective.losses} - READ_P - NOT_OF_LOGITS) + SCORE * (not learns)
     loss = drafts + PROB * size * chunk + max(taught, logit * size * chunk * drafted // teachers)
     parameters, count = parameter_count(head) + frozen_count(head), parameter_count(head)
     lm_heads = [module.weight for module in head.modules() if isinstance(module, AccumulatingModule)]
@@ -242,8 +237,8 @@ def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
         return item * (module.in_features + module.out_features)
     if isinstance(module, SwiGLU) and recompute:
         return 4 * module.gate_proj.in_features
-    repeat = getattr(module, "repeat", 1)  # times that a tied block runs
-    saved = repeat * sum(per_row(child, item, chosen, recompute) for child in module.children())
+    saved = sum(per_row(child, item, chosen, recompute) for child in module.children())
+    saved *= getattr(module, "repeat", 1)  # times that a tied block runs
     norm = item if recompute and isinstance(module, Recomputing) else 4 + item
     if isinstance(getattr(module, "down_proj", None), nn.Linear):
         saved += item * module.down_proj.in_features
@@ -333,8 +328,8 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     tokens, read = micro_batch_size * length, len(cost.feature_layers)
     row, copied = shape.target.hidden_size * (read + 1), value if run.objective.noise > 0 or value != item else 0
     state, first = head_state(launcher, trainer, cost), micro_batch_size * launcher.world >= run.sequences_per_step
-    gradient = first * state.get("head: gradients", 0)
-    stages = {"head's step": tokens * row * (item + copied) + max(0, cost.activations + cost.loss - gradient)}
+    step = cost.activations + cost.loss - first * state.get("head: gradients", 0)
+    stages = {"head's step": tokens * row * (item + copied) + max(0, step)}
     group = (model.tensor_parallel or launcher.local) if model.placement == TENSOR_PARALLEL else 1
     if layers and features.mode == "live":
         working = shape.working(tokens, length, item, read, group)
@@ -352,7 +347,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
         memory = memory._replace(resident=memory.resident | held)
     else:
         held = {name: launcher.local * size for name, size in (held | {"target: layers": offloaded}).items() if size}
-        room = None if device.host_gb is None else round(device.host_gb * GIB)
+        room = device.host_gb and round(device.host_gb * GIB)
         host = Memory(round(launcher.local * HOST_BASE * GIB), held, {}, host_evaluation, 0, room)
     # one more for the best checkpoint, and one for the checkpoint being written
     disk = {"checkpoints": (trainer.keep + (2 if trainer.eval_prompts else 1)) * checkpoint, "head": 4 * cost.whole}
