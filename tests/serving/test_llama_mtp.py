@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +24,7 @@ from tests.serving.test_llama import TOKENS, accepted_by_us, chain, check_counts
 
 pytestmark = pytest.mark.serving
 SPECIAL = ["[gMASK]", "<|user|>", "<|endoftext|>", "<|observation|>"]  # which the converter wants of a GLM
-ARCHITECTURE, DEPTH = "Glm4MoeForCausalLM", 2
+DEPTH = 2
 DRAFTING = ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(DEPTH), "-td", "1", "-ctkd", "f32", "-ctvd", "f32"]
 
 
@@ -50,11 +49,7 @@ def target_of(folder: Path, architecture: str) -> Target:
 
 def preceded(rows: Features) -> Features:
     """Return the rows behind one of zeros, whose next token is the first."""
-
-    def longer(tensor: Tensor) -> Tensor:
-        return torch.cat([torch.zeros_like(tensor[:, :1]), tensor], 1)
-
-    return Features(longer(rows.token), longer(rows.hidden), longer(rows.last_hidden), longer(rows.document))
+    return Features(*(torch.cat([torch.zeros_like(each[:, :1]), each], 1) for each in rows[:4]))
 
 
 def accepted(target: Target, head: Any, prompt: list[int], answer: list[int], *, first_row: bool) -> list[int]:
@@ -85,11 +80,12 @@ def by_position(steps: list[int]) -> list[int]:
     return [sum(step > position for step in steps) for position in range(DEPTH)]
 
 
-def test_llama_cpp_drafts_with_the_head_as_the_targets_own_module(tmp_path: Path) -> None:
-    target = target_of(tmp_path / "target", ARCHITECTURE)
+@pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"])
+def test_llama_cpp_drafts_with_the_head_as_the_targets_own_module(tmp_path: Path, architecture: str) -> None:
+    target = target_of(tmp_path / "target", architecture)
     answers = [families.generated(target, prompt, TOKENS) for prompt in toy.PROMPTS]
     texts = list(zip(toy.PROMPTS, answers, strict=True))
-    head = toy.head_of(target, ARCHITECTURE)
+    head = toy.head_of(target, architecture)
     toy.train(head, target, [prompt + answer for prompt, answer in texts[:4]], DEPTH)
     out = toy.stitched(tmp_path, head, target)
     file = converted(tmp_path / "stitched.gguf", out)
@@ -106,6 +102,6 @@ def test_llama_cpp_drafts_with_the_head_as_the_targets_own_module(tmp_path: Path
         [step for text in texts for step in passes(accepted(again, drafter.head, *text, first_row=row))]
         for row in (False, True)
     )
-    print(f"{ARCHITECTURE}: {by_position(ours)} in our verifier, of {len(ours)} drafts")
+    print(f"{architecture}: {by_position(ours)} in our verifier, of {len(ours)} drafts")
     assert by_position(ours) == by_position(accepted_by_us(again, drafter, *map(list, zip(*texts, strict=True)), DEPTH))
-    check_counts(ARCHITECTURE, counts, theirs, DEPTH)
+    check_counts(architecture, counts, theirs, DEPTH)
