@@ -30,6 +30,7 @@ from heads.eagle3 import Eagle3
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.formats.mtp_layouts import BLOCK
 from heads.formats.weights import meta_state_dict
+from heads.modules.layers import DecoderLayer
 from heads.modules.vocab import freeze_around_candidates
 from heads.mtp import TARGET, Mtp
 from heads.rows import positions
@@ -124,7 +125,7 @@ WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
 TOKENS_PER_INPUT = 8, 64  # minimum and maximum tokens per input; the fit of `fit_linear` overfits to fewer
 KEPT = 8 << 30  # bytes of features in 16 bits that the fits share, over all processes
-RIDGE = 1e-2  # ridge penalty relative to the inputs' mean square
+RIDGE, RESIDUAL_RIDGE = 1e-2, 1e-3  # ridge penalties relative to the inputs' mean square
 
 
 def _first(config: HeadConfig) -> str:
@@ -262,11 +263,12 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     of the training's `steps`, within TOKENS_PER_INPUT. Let b be the input of the target's last layer at the next
     position, which a draft cannot know, and g the gain of the target's final norm (`final_gain`).
 
-    mtp     eh_proj: y = b.
+    mtp     eh_proj: y = b. down_proj += W for y = (output of the target's last layer) - (the module's state), the
+            difference of residuals.
     eagle   fc: y = g * b, since EAGLE feeds back final-normed states without a norm of its own. The rows of o_proj and
         down_proj are scaled by g.
     eagle3  fusion.fc: y = the target's last state, final-normed if the head feeds back normed states. o_proj and
-        down_proj += W for y = (output of the target's last layer) - (the head's state), the difference of residuals.
+        down_proj += W as in mtp.
 
     In eagle and eagle3, q_proj, k_proj and v_proj become the target's weights times W for y = input norm of b, since
     EAGLE's attention has no norm before it and EAGLE-3's reads two states.
@@ -277,7 +279,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     source = LiveFeatures(target, batches, (*head.feature_layers, depth - 2, depth - 1))
     step_bytes: int = 2 * batches.step_tokens * (len(source.layers) + 1) * target.embeddings.hidden_size
 
-    @lru_cache(0 if isinstance(head, Mtp) else KEPT // step_bytes)  # an MTP module has one fit
+    @lru_cache(KEPT // step_bytes)
     def read(step: int) -> list[Features]:
         """Return a step's features from the host's memory; a sharded target's processes keep the same steps."""
         step_features = []
@@ -289,6 +291,9 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     solve = partial(fit_linear, head, read, batches, max(1, steps // 10))
     if isinstance(head, Mtp):
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
+        if isinstance(head.block, DecoderLayer):  # a target's own layer may have a norm or experts after this one
+            down = head.block.mlp.down_proj
+            down.weight.add_(solve(down, lambda states: states.above - states.state, RESIDUAL_RIDGE))
         return
     layer = last_layer(head.config, target)
     block = head.get_submodule(head.first_layer)
@@ -347,6 +352,7 @@ def fit_linear(
     limit: int,
     linear: nn.Linear,
     labels_of: Callable[[FitStates], States],
+    ridge: float = RIDGE,
 ) -> Float[Tensor, "D I"]:
     """Return the weight that maps a linear layer's inputs at depth 1 to labels with the least squared error.
 
@@ -379,7 +385,7 @@ def fit_linear(
     if distributed.is_initialized():
         distributed.all_reduce(sums)
     gram, moments = sums.split([count, width], 1)
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean() + torch.finfo(torch.float32).tiny)
+    gram.diagonal().add_(ridge * gram.diagonal().mean() + torch.finfo(torch.float32).tiny)
     return torch.linalg.solve(gram, moments).T.to(weight)
 
 

@@ -26,6 +26,8 @@ from train.config import RunConfig
 from train.start import final_gain, fit_init, init_head, resolve_init
 
 LAYERS = "head.feature_layers=[0,1,2]"
+PACKED = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
+BATCHES = Batches(PACKED, 4, 2, 0, 0, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -110,19 +112,18 @@ def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...
     """Over all documents' rows but their last ones, as plain least squares has it; processes add up their sums."""
     target = toys.target()
     asked = run("head=mtp", "init=last_layer", *extra)
-    packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
     heads: list[Any] = [started(asked, target) for _ in range(2)]
     before = heads[0].eh_proj.weight.clone()
-    fit_init(heads[0], "last_layer", target, Batches(packed, 4, 2, 0, 0, 1), 10 * limit)
-    fit_init(heads[1], "last_layer", target, Both(packed, 4, 2, 0, 0, 1), 10 * limit)
+    fit_init(heads[0], "last_layer", target, BATCHES, 10 * limit)
+    fit_init(heads[1], "last_layer", target, Both(PACKED, 4, 2, 0, 0, 1), 10 * limit)
     fitted = heads[0].eh_proj.weight
     assert torch.allclose(heads[1].eh_proj.weight, fitted, rtol=0, atol=1e-5)
 
     steps = min(limit, start.TOKENS_PER_INPUT[1] * fitted.shape[1] // (4 * 32))
-    row = torch.cat([Batches(packed, 4, 4, 0, 0, 1).sequences(step) for step in range(steps)])
+    row = torch.cat([Batches(PACKED, 4, 4, 0, 0, 1).sequences(step) for step in range(steps)])
     below = target.embeddings.num_layers - 2
     inputs, wanted = [], []
-    for token, document in zip(packed.token[row], packed.document[row], strict=True):
+    for token, document in zip(PACKED.token[row], PACKED.document[row], strict=True):
         for number in range(int(document.max()) + 1):
             own = token[document == number][None]
             given = target.features(own, torch.zeros_like(own), (*heads[0].feature_layers, below))
@@ -139,16 +140,30 @@ def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...
     assert error(best) <= error(fitted) < 1.01 * error(best) < 0.9 * error(before)
 
 
+@torch.no_grad()
+def state_error(head: Any, target: Target) -> float:
+    """Return the squared error of a head's state to the output of the target's last layer one position on."""
+    row, seen = BATCHES.sequences(0), list[torch.Tensor]()
+    given = target.features(PACKED.token[row], PACKED.document[row], (*head.feature_layers, 2))
+    with head.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+        head.unroll(given._replace(hidden=given.hidden[:, :, :-1]), 1)
+    follows = PACKED.document[row][:, 1:] == PACKED.document[row][:, :-1]
+    return float((seen[0][:, :-1] - given.hidden[:, 1:, -1])[follows].square().mean())
+
+
 def test_a_short_training_is_fitted_to_more_rows_than_a_tenth_of_its_own() -> None:
     """The fit overfits to fewer rows than inputs: accuracy falls to nothing in the second step."""
     target, asked = toys.target(), run("head=mtp", "init=last_layer")
-    packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
     heads: list[Any] = [started(asked, target) for _ in range(3)]
     for head, steps in zip(heads, (3, 20, 40), strict=True):
-        fit_init(head, "last_layer", target, Batches(packed, 4, 2, 0, 0, 1), steps)
+        fit_init(head, "last_layer", target, BATCHES, steps)
     short, double, longer = (head.eh_proj.weight for head in heads)
     assert torch.equal(short, double)  # 4 * 64 inputs are 2 steps of 128 tokens
     assert not torch.equal(short, longer)
+    # With its MLP's fit the state is nearer to the layer's output one position on.
+    both, mlp = state_error(heads[2], target), heads[2].block.mlp.down_proj
+    mlp.load_state_dict(target.decoder_layers[-1].mlp.down_proj.state_dict())
+    assert both < 0.9 * state_error(heads[2], target)
 
 
 def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_input() -> None:
@@ -156,30 +171,19 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
     target = toys.target()
     layer = target.decoder_layers[-1]
     asked = run("head=eagle3", LAYERS, "init=last_layer")
-    packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
-    batches = Batches(packed, 4, 2, 0, 0, 1)
     head, fresh = started(asked, target), started(replace(asked, init=None), target)
-    row = batches.sequences(0)
-    given = target.features(packed.token[row], packed.document[row], (0, 1, 2))
-    follows = packed.document[row][:, 1:] == packed.document[row][:, :-1]
-
-    @torch.no_grad()
-    def error(of: Any) -> float:
-        seen: list[torch.Tensor] = []
-        with of.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
-            of.unroll(given, 1)
-        return float((seen[0][:, :-1] - given.hidden[:, 1:, -1])[follows].square().mean())
-
-    copied = error(head)
+    copied = state_error(head, target)
     with patch.object(target, "features", wraps=target.features) as passes:
-        fit_init(head, "last_layer", target, batches, 1000)
-    steps = start.TOKENS_PER_INPUT[1] * head.fusion.fc.in_features // batches.step_tokens  # those of the widest fit
+        fit_init(head, "last_layer", target, BATCHES, 1000)
+    steps = start.TOKENS_PER_INPUT[1] * head.fusion.fc.in_features // BATCHES.step_tokens  # those of the widest fit
     assert passes.call_count == 2 * steps, "a micro-batch passes once for all four fits"
-    assert error(head) < 0.8 * min(copied, error(fresh))
+    assert state_error(head, target) < 0.8 * min(copied, state_error(fresh, target))
     assert torch.equal(head.first.mlp.gate_proj.weight, layer.mlp.gate_proj.weight)
     assert torch.equal(head.norm.weight, target.base.norm.weight)
     assert not torch.equal(head.first.mlp.down_proj.weight, layer.mlp.down_proj.weight)
     # The third layer's own states are among its features, so that the last ones follow from them but for the norm.
+    row = BATCHES.sequences(0)
+    given = target.features(PACKED.token[row], PACKED.document[row], (0, 1, 2))
     fused = head.initial_states(given)
     assert (fused - given.last_hidden).square().mean() < 0.2 * given.last_hidden.square().mean()
 
@@ -206,23 +210,21 @@ def test_eagle_starts_as_the_last_layer_in_the_scale_of_the_final_norm() -> None
     target = Target(model, toys.tokenizer(), name="scaled")
     layer = target.decoder_layers[-1]
     asked = run("head=eagle", "head.bias=true", "init=last_layer")
-    packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
-    batches = Batches(packed, 4, 2, 0, 0, 1)
     head, fresh = started(asked, target), started(replace(asked, init=None), target)
-    row = batches.sequences(0)
-    given = target.features(packed.token[row], packed.document[row], ())
-    follows = packed.document[row][:, 1:] == packed.document[row][:, :-1]
+    row = BATCHES.sequences(0)
+    given = target.features(PACKED.token[row], PACKED.document[row], ())
+    follows = PACKED.document[row][:, 1:] == PACKED.document[row][:, :-1]
 
     @torch.no_grad()
     def error(of: Any) -> float:
         (draft,) = of.unroll(given, 1)
         return float((draft.feature[:, :-1] - given.last_hidden[:, 1:])[follows].square().mean())
 
-    fit_init(head, "last_layer", target, batches, 1000)
+    fit_init(head, "last_layer", target, BATCHES, 1000)
     fitted = error(head)
     assert fitted < 0.9 * error(fresh)
     other = started(asked, target)
-    fit_init(other, "last_layer", target, Both(packed, 4, 1, 0, 0, 1), 1000)
+    fit_init(other, "last_layer", target, Both(PACKED, 4, 1, 0, 0, 1), 1000)
     assert abs(error(other) - fitted) < 1e-4 * fitted, "other processes and micro-batches of the same steps"
     (own,) = head.layers
     assert torch.equal(own.mlp.gate_proj.weight, layer.mlp.gate_proj.weight)
