@@ -347,7 +347,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
         memory = memory._replace(resident=memory.resident | held)
     else:
         held = {name: launcher.local * size for name, size in (held | {"target: layers": offloaded}).items() if size}
-        room = round(device.host_gb * GIB) if device.host_gb else None
+        room = None if device.host_gb is None else round(device.host_gb * GIB)
         host = Memory(round(launcher.local * HOST_BASE * GIB), held, {}, host_evaluation, 0, room)
     # one more for the best checkpoint, and one for the checkpoint being written
     disk = {"checkpoints": (trainer.keep + (2 if trainer.eval_prompts else 1)) * checkpoint, "head": 4 * cost.whole}

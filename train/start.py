@@ -30,7 +30,6 @@ from heads.eagle3 import Eagle3
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.formats.mtp_layouts import BLOCK
 from heads.formats.weights import meta_state_dict
-from heads.modules.layers import DecoderLayer
 from heads.modules.vocab import freeze_around_candidates
 from heads.mtp import TARGET, Mtp
 from heads.rows import positions
@@ -125,7 +124,7 @@ WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
 TOKENS_PER_INPUT = 8, 64  # minimum and maximum tokens per input; the fit of `fit_linear` overfits to fewer
 KEPT = 8 << 30  # bytes of features in 16 bits that the fits share, over all processes
-RIDGE, RESIDUAL_RIDGE = 1e-2, 1e-3  # ridge penalties relative to the inputs' mean square
+RIDGE, MTP_MLP_RIDGE = 1e-2, 1e-3  # ridge penalties relative to the inputs' mean square, by measurement
 
 
 def _first(config: HeadConfig) -> str:
@@ -279,7 +278,10 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     source = LiveFeatures(target, batches, (*head.feature_layers, depth - 2, depth - 1))
     step_bytes: int = 2 * batches.step_tokens * (len(source.layers) + 1) * target.embeddings.hidden_size
 
-    @lru_cache(KEPT // step_bytes)
+    # A target's own layer may have a norm or experts after down_proj, so that its module has one fit.
+    once = isinstance(head, Mtp) and head.config.layer == TARGET
+
+    @lru_cache(0 if once else KEPT // step_bytes)
     def read(step: int) -> list[Features]:
         """Return a step's features from the host's memory; a sharded target's processes keep the same steps."""
         step_features = []
@@ -291,9 +293,9 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     solve = partial(fit_linear, head, read, batches, max(1, steps // 10))
     if isinstance(head, Mtp):
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
-        if isinstance(head.block, DecoderLayer):  # a target's own layer may have a norm or experts after this one
-            down = head.block.mlp.down_proj
-            down.weight.add_(solve(down, lambda states: states.above - states.state, RESIDUAL_RIDGE))
+        if not once:
+            down: Any = head.get_submodule("block.mlp.down_proj")
+            down.weight.add_(solve(down, lambda states: states.above - states.state, MTP_MLP_RIDGE))
         return
     layer = last_layer(head.config, target)
     block = head.get_submodule(head.first_layer)

@@ -39,14 +39,14 @@ DELTA = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
 }  # fmt: skip
-HYBRID = {"head_dim": 256, "tie_word_embeddings": False}  # Qwen3.5 rotates a quarter of a head, by three axes
+QWEN35 = {"head_dim": 256, "tie_word_embeddings": False}  # Qwen3.5 rotates a quarter of a head, by three axes
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "MiMoForCausalLM": ("Qwen2Config", DENSE),
     "Glm4MoeForCausalLM": ("Glm4MoeConfig", WIDE | EXPERTS),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", DENSE | EXPERTS | LATENT),
     "Qwen3NextForCausalLM": ("Qwen3NextConfig", WIDE | DELTA),
-    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", WIDE | DELTA | HYBRID),
-    "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", WIDE | DELTA | HYBRID),
+    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", WIDE | DELTA | QWEN35),
+    "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", WIDE | DELTA | QWEN35),
     "Qwen3ForCausalLM": ("Qwen3Config", WIDE),  # which has no module of its own: see test_served.py
 }
 DEPTHS = {"MiMoForCausalLM": 2, "Glm4MoeForCausalLM": 1}  # for GLM vLLM feeds back what its class has not normed
