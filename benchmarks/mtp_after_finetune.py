@@ -33,7 +33,6 @@ from inference.target.config import model_config
 from inference.target.target import Target
 
 LENGTH, ANSWER = 512, 128  # tokens of a row, which is a step; of an answer at most
-RATE = 1e-3  # of the fine-tune, falling to nothing
 OPENING, MEASURED = 8, 32  # words of a text that its chat gives; chats
 KINDS = (("refreshed", 0.1), ("new", 0.1), ("new", 1.0))  # with the share of the tokens
 
@@ -56,7 +55,7 @@ def divide(text: str, tuned: int, work: Path) -> None:
         (work / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in part))
 
 
-def fine_tune(model: str, work: Path, steps: int) -> float:
+def fine_tune(model: str, work: Path, steps: int, rate: float) -> float:
     """Write a LoRA adapter for the answers of tune.jsonl; return the mean tokens of its chats."""
     target = Target.of(model_config(path=model, name="tuned", device="cpu"))
     data = load_training(replace(MASKING, path=str(work / "tune.jsonl")), target.tokenizer, 0)
@@ -68,7 +67,7 @@ def fine_tune(model: str, work: Path, steps: int) -> float:
     for step in range(steps):
         row = torch.randint(len(packed.token), (1,))
         token = packed.token[row].long()
-        optimizer.param_groups[0]["lr"] = RATE * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
         optimizer.zero_grad()
         loss = tuned(input_ids=token, labels=token.where(packed.loss_mask[row] > 0, -100)).loss
         loss.backward()
@@ -86,13 +85,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=150_000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tuning", type=int, default=60)  # steps of the fine-tune
+    parser.add_argument("--rate", type=float, default=1e-3)  # its learning rate at the start, falling to nothing
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "mtp_after_finetune")
     asked = parser.parse_args()
     asked.work.mkdir(parents=True, exist_ok=True)
     work, source = asked.work.resolve(), Path(asked.head).resolve()
     if not (size := work / "adapter" / "chat_tokens.json").is_file():
         divide(asked.text, 3 * asked.tuning, work)
-        size.write_text(str(fine_tune(asked.model, work, asked.tuning)))
+        size.write_text(str(fine_tune(asked.model, work, asked.tuning, asked.rate)))
     model = f"model.path='{asked.model}'", f"model.adapter='{work / 'adapter'}'"
     chats = 1 + int(asked.tokens / 2 / float(size.read_text()))
     for name, limit, temperature in (("train", chats, 0.8), ("measure", MEASURED, 0.0)):

@@ -40,6 +40,9 @@ RESULTS = ("json", "error-json", "error-text", "content")  # types of a tool's r
 REASONING = ("reasoning_content", "thinking", "reasoning", "tool_plan")  # most servers; gpt-oss; newer servers; Cohere
 GIVEN = ("arguments", "parameters")  # fields of calls and function definitions in which null is a value
 CALLERS = ("function_call", "tool_call")  # ShareGPT's and ms-swift's roles for a tool call in JSON
+CONTENTS = ("parts", "content", "contents", "value")
+EARLIER = {"reasoning": {"text", "call"}, "text": {"call"}}  # kind of part -> kinds that a turn does not have before it
+SCHEMAS = ("input_schema", "inputSchema", "parametersJsonSchema", "parameters_json_schema")
 SPEAKERS = ROLES.keys() - {*CALLERS}
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
 FINISH = {
@@ -188,6 +191,8 @@ def messages_of(items: Any) -> Messages:
             thinks = any(name in message for name in (*REASONING, HIDDEN))
             if answers and not (spoken and (thinks or message["content"])):  # parts of one turn: reasoning, text, calls
                 merged = {**last, **message, "content": last["content"] or message["content"]}
+                thoughts = [one["reasoning_content"] for one in (last, message) if "reasoning_content" in one]
+                merged |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
                 calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
                 messages[-1] = merged | ({"tool_calls": calls} if calls else {})
             else:
@@ -221,7 +226,7 @@ def _messages(raw: Message) -> Iterator[Message]:
     fields = filled({key: value for key, value in raw.items() if key not in BOOKKEEPING}, GIVEN)
     if media := media_in(raw):
         raise unread(media)
-    content = first(raw, ("parts", "content", "contents", "value"), "")
+    content = first(raw, CONTENTS, "")
     if name in CALLERS and isinstance(content, str):
         value = parsed(content)
         value = value if isinstance(value, list) else [value]
@@ -233,8 +238,15 @@ def _messages(raw: Message) -> Iterator[Message]:
     others += raw.get("invalid_tool_calls") or ()  # LangChain's, of broken arguments
     if role == "assistant" and "function_call_name" in raw:  # OpenInference's, until 2024
         others.append({"name": raw["function_call_name"], "arguments": raw.get("function_call_arguments_json")})
-    for piece in [*parts, *({**call, "type": "function_call"} for call in others)]:
+    for i, piece in enumerate([*parts, *({**call, "type": "function_call"} for call in others)]):
+        before = {kind: len(pieces) for kind, pieces in by_kind.items()}
         _take(piece, by_kind)
+        grown = next((kind for kind, pieces in by_kind.items() if len(pieces) > before.get(kind, 0)), "")
+        if role == "assistant" and before.keys() & EARLIER.get(grown, ()) and "tool_calls" not in raw:
+            rest = {key: value for key, value in raw.items() if key not in CONTENTS}  # another turn, as in Responses
+            yield from _messages({key: rest[key] for key in rest.keys() - FINISH} | {"content": parts[:i]})
+            yield from _messages({**rest, "content": parts[i:]})
+            return
     calls = [_call(call) for call in parsed(raw.get("tool_calls")) or ()]
     # LangChain has a call both in its content, for Gemini without an id, and next to it.
     listed = {None, *(call.get("id") for call in calls)} if calls else ()
@@ -304,7 +316,8 @@ def _steps(raw: Message) -> Iterator[Message]:
 def _take(piece: Message, by_kind: dict[str, list[Any]]) -> None:
     """Add a part's content to the lists of its kind."""
     piece = {key: value for key, value in piece.get("message_content", piece).items() if value is not None}
-    name = piece.get("type") or next((key for key in piece if key in PARTS), next(iter(piece), "none"))
+    name = piece.get("type") or piece.get("kind")  # Pydantic AI's
+    name = name or next((key for key in piece if key in PARTS), next(iter(piece), "none"))
     kind, inner = PARTS.get(name, str(name)), piece.get(name)
     body = inner if isinstance(inner, dict) else piece
     if kind == "text":
@@ -352,10 +365,9 @@ def tools_of(value: Any) -> tuple[Message, ...]:
         if "cachePoint" in tool:
             continue
         if "function" not in tool and "name" in tool:
-            schema = tool.get("input_schema", tool.get("inputSchema"))
+            schema = next((tool[key] for key in SCHEMAS if key in tool), None)
             schema = schema["json"] if isinstance(schema, dict) and "json" in schema else schema  # Bedrock's
-            left = ("type", "cache_control", "input_schema", "inputSchema")
-            function = {key: value for key, value in tool.items() if key not in left}
+            function = {key: value for key, value in tool.items() if key not in ("type", "cache_control", *SCHEMAS)}
             tool = {"type": "function", "function": function | ({} if schema is None else {"parameters": schema})}
         if "function" not in tool:
             raise unread(f"tool {tool.get('type') or next(iter(tool), '')}")

@@ -9,6 +9,7 @@ from data.text.parts import BadSampleError, LeftOutError, Message, Messages, fin
 from data.text.streams import at, check_error, opened, unbatched
 
 REPLIES = ("response", "choices", "completion", "chosen", "preferred_output", "output", "gen_ai.output.messages")
+WEAVE = "Weave call"
 # Shapes of records; the first that matches counts. Each has a name and the paths of request and reply, with keys joined
 # by `/`. An empty request path means the record itself; without a reply path the request holds the whole chat.
 SHAPES = (
@@ -21,7 +22,7 @@ SHAPES = (
     ("Vertex AI log", "full_request", "full_response"),
     ("Helicone", "request_body", "response_body"),
     ("LangSmith run", "inputs", "outputs"),
-    ("Weave call", "inputs", "output"),
+    (WEAVE, "inputs", "output"),
     ("OpenTelemetry gen_ai span", "attributes", "attributes/gen_ai.output.messages"),
     ("MLflow span", "attributes/mlflow.spanInputs", "attributes/mlflow.spanOutputs"),
     ("request and response", "request", "response"),
@@ -60,12 +61,12 @@ HOLDERS = (
     "choices", "candidates", "generations", "output", "message", "content", "gen_ai.output.messages",
     "messages", "streamed_data", "chunks", "outputs",
 )  # fmt: skip
-NO_ANSWER = "no answer"
+NO_ANSWER, STEP = "no answer", "a step of a trace that is no call of a model"
 WRITTEN = {"text", "response", "reasoning_content", "tool_calls", "usage", "logprobs", "citations"}  # keys of an answer
 CALL = {"function", "toolName"}  # keys of a call, of which a reply may be a list
 MODELS = (
     "model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model", "llm.model_name",
-    "metadata/model", "provided_model_name",
+    "metadata/model", "provided_model_name", "extra/metadata/ls_model_name", "extra/invocation_params/model",
 )  # fmt: skip
 EARLIER = ("previous_response_id", "conversation", "cachedContent", "cached_content")  # what the server has
 TRACES = {"trace_id", "traceId", "parentRunId"}  # keys of a trace's step
@@ -73,12 +74,12 @@ TRACES = {"trace_id", "traceId", "parentRunId"}  # keys of a trace's step
 # others repeat a call that has its own span.
 STEPS = (
     "type", "run_type", "span_kind", "attributes/gen_ai.operation.name", "attributes/openinference.span.kind",
-    "attributes/traceloop.span.kind", "attributes/mlflow.spanType", "span_attributes/type",
+    "attributes/traceloop.span.kind", "attributes/mlflow.spanType", "span_attributes/type", "attributes/weave/kind",
 )  # fmt: skip
 NO_CALLS = {
     "SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL", "RERANKER",
     "PROMPT", "PARSER", "WORKFLOW", "TASK", "EMBEDDINGS", "EXECUTE_TOOL", "INVOKE_AGENT", "CREATE_AGENT",
-    "INVOKE_WORKFLOW", "FUNCTION", "SCORE", "EVAL",
+    "INVOKE_WORKFLOW", "FUNCTION", "SCORE", "EVAL", "SEARCH",
 }  # fmt: skip
 TAGGED = re.compile(r"\s*<(reasoning|thought)>(.*?)</\1>\s*", re.DOTALL)  # reasoning of Bedrock's gpt-oss; of Gemini
 RENDERED = re.compile(  # what a chat template, or a client of an older API, writes between turns
@@ -102,7 +103,10 @@ def chat_of(raw: Raw) -> Chat | None:
     for field in STEPS:
         kind = str(at(raw, field)).strip('"')
         if kind.upper() in NO_CALLS and (field != "type" or kind.isupper() or raw.keys() & TRACES):
-            raise LeftOutError("a step of a trace that is no call of a model")
+            raise LeftOutError(STEP)
+    replies = at(raw, "inputs/messages") and isinstance(raw.get("output"), dict | None)
+    if "op_name" in raw and not (replies or at(raw, "inputs/model")):  # Weave's, of any function
+        raise LeftOutError(STEP)
     label = raw.get("label") if raw.keys() & {"completion", "messages"} else None
     if raw.get("kto_tag", label) in (False, "0", "False", "false"):  # KTO's bad answer: TRL, ms-swift, LLaMA-Factory
         raise LeftOutError("an answer that is marked as bad")
@@ -120,6 +124,8 @@ def chat_of(raw: Raw) -> Chat | None:
             for side in (raw, holder[0], at(raw, reply_path.rpartition("/")[0])):
                 check_error(side)
         if holder is None or reply is None:
+            if holder is None and name == WEAVE and "op_name" in raw:
+                raise LeftOutError(STEP)
             if path and reply_path and not holder is reply is None:
                 other = ", which the batch's other file holds" if "custom_id" in raw else ""
                 missing = path if holder is None else reply_path
@@ -211,7 +217,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
         raise LeftOutError(streams.CUT_OFF)
     if media := parts.media_in(request) or parts.media_in(raw):
         raise parts.unread(media)
-    listed = next((value for path in TOOLS for holder in (request, raw) if (value := at(holder, path))), None)
+    listed = next((value for path in TOOLS for holder in (request, raw, reply) if (value := at(holder, path))), None)
     return Chat(name, messages, parts.tools_of(listed or offered), model, tuple(notes))
 
 
@@ -269,7 +275,9 @@ def _answered(reply: Any, notes: list[str], reasons: list[str]) -> Messages:
             holder = parts.first(reply, HOLDERS)
             if isinstance(reply.get("message"), str) and not reply.keys() <= {"message", "role", *parts.FINISH}:
                 holder = None  # an object that the model was asked for, with a field of this name
-            if "tokens_predicted" in reply or (holder is None and isinstance(reply.get("text"), str)):  # llama.cpp's
+            if reply.keys() & {"tokens_predicted", "generation"} or (
+                holder is None and isinstance(reply.get("text"), str)
+            ):  # llama.cpp's
                 raise TypeError("a completion of a text is no chat")
             has_content = isinstance(reply.get("content"), str | list)
             has_data = "type" in reply and isinstance(reply.get("data"), dict)

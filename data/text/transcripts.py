@@ -36,10 +36,10 @@ MLFLOW = {"mlflow.spanInputs", "mlflow.spanOutputs", "mlflow.chat.tools"}  # att
 EVENT = re.compile(r"gen_ai\.(?:(system|user|assistant|tool)\.message|(choice))")  # of a span, before its attributes
 STATUS_ERROR = (2, "2", "ERROR", "STATUS_CODE_ERROR")
 # Lists of records in a record: of traces, of CloudWatch, of a batch's requests.
-EXPORTS = ("observations", "data/spans", "data", "child_runs", "logEvents", "requests")
+EXPORTS = ("observations", "data/spans", "spans", "data", "child_runs", "logEvents", "requests")
 FETCHED = {"events", "searchedLogStreams", "nextForwardToken", "nextBackwardToken"}  # keys of what `aws logs` prints
 LINES = ("message", "@message")  # fields with a log's line, which may be a record
-OUTER = {"observations", "data", "child_runs", "logEvents", "requests", "events", *LINES}
+OUTER = {"observations", "data", "spans", "child_runs", "logEvents", "requests", "events", *LINES}
 BATCHES = (  # a batch's two files: the name of a request, and the fields of a request and of its reply
     ("custom_id", "body", "response"),  # OpenAI
     ("custom_id", "params", "result"),  # Anthropic
@@ -217,9 +217,7 @@ def _spans(lines: Records) -> Yielded:
     for span in [*inner(scopes, "spans"), *by_span.values()]:
         named = {"id": span.get("spanId") or span.get("span_id")}
         events = [{"name": event.get("name"), "attributes": _fields(event)} for event in span.get("events", ())]
-        (flat,) = _span([{**span, **named, "attributes": _fields(span), "events": events}])
-        is_chat = flat["attributes"].keys() & {"gen_ai.input.messages", "gen_ai.output.messages"}
-        yield flat if is_chat else {"type": "SPAN"}
+        yield from _span([{"kind": 0, **span, **named, "attributes": _fields(span), "events": events}])
 
 
 def _fields(holder: Raw) -> Raw:
@@ -253,6 +251,7 @@ def _span(lines: Records) -> Yielded:
     if "ai.prompt.messages" in given:  # the AI SDK's
         keys = {"content": "text", "reasoning": "reasoning", "tool_calls": "toolCalls", "finish_reason": "finishReason"}
         reply = {field: given.get(f"ai.response.{name}") for field, name in keys.items()}
+        reply["content"] = reply["content"] or given.get("ai.response.object")
         spoken["gen_ai.output.messages"].append({"role": "assistant", **reply})
         spoken["gen_ai.input.messages"] = parsed(given["ai.prompt.messages"])
         spoken["gen_ai.tool.definitions"] = [parsed(tool) for tool in parsed(given.get("ai.prompt.tools")) or ()]
@@ -274,7 +273,9 @@ def _span(lines: Records) -> Yielded:
     request = parsed(given.get("input.value"))
     if (at(response, "object") == "response" or not tree) and isinstance(request, dict):
         raw, lists = {**raw, "request": request, "response": response}, {}  # its items were flattened as choices
-    yield {**raw, "attributes": lists | given}
+    given = lists | given
+    is_chat = "request" in raw or given.keys() & {"gen_ai.input.messages", "gen_ai.output.messages", *MLFLOW}
+    yield {**raw, "attributes": given} if is_chat or not raw.keys() & {"kind", "traceId"} else {"type": "SPAN"}
 
 
 def _listed(value: Any) -> Any:
@@ -313,7 +314,8 @@ def batches_joined(records: Iterable[Raw]) -> Yielded:
     """Yield records, with a batch's requests joined to their replies from the other file; refuse a name given twice."""
     waiting: dict[str, Raw] = {}  # name -> a request or reply whose other side is still to come
     for raw in records:
-        row = next((row for row in BATCHES if row[0] in raw and (row[1] in raw) != (row[2] in raw)), None)
+        is_error = "error" in raw  # Gemini's in place of a response
+        row = next((row for row in BATCHES if row[0] in raw and (row[1] in raw) != (is_error or row[2] in raw)), None)
         if row is None or not isinstance(name := raw[row[0]], str):
             yield raw
             continue

@@ -53,11 +53,10 @@ def test_a_log_is_the_chat_that_its_server_saw_and_wrote(file: dict[str, Any]) -
     assert (first.error, first.shape, first.messages) == (None, file["shape"], messages)
     assert [tool["function"] for tool in first.tools] == file["tools"]
     answered = [message for message in messages if message["role"] == "assistant" and message.get("weight") != 0]
+    roles = [message["role"] for message in messages]
     for other in others:
-        assert other.error is None
-        assert [m["role"] for m in other.messages][-len(messages) :] == [m["role"] for m in messages][1:] or (
-            [m["role"] for m in other.messages] == [m["role"] for m in messages]
-        )
+        seen = [message["role"] for message in other.messages]
+        assert (other.error, seen == roles or seen[-len(roles) :] == roles[1:]) == (None, True)
     # gpt-oss's own template refuses a call that has both a text and a thought.
     families = ("qwen3", "llama3") if name == "anthropic_tools" else ("qwen3", "llama3", "gpt_oss")
     for family in families if answered else ():
@@ -85,13 +84,14 @@ def test_a_shape_is_read_as_other_exporters_write_it(case: dict[str, Any]) -> No
         return
     assert (record.error, record.messages, list(record.notes)) == (None, case["messages"], case["notes"])
     assert not case["tools"] or record.tools[0]["function"]["name"] == "look"
+    assert "JsonSchema" not in str(record.tools)
 
 
 def test_what_a_log_says_in_place_of_an_answer_is_left_out_and_counted(
     chat: PreTrainedTokenizerFast, config: Callable[..., DataConfig]
 ) -> None:
-    causes = [record.error.cause if record.error else "" for record in records("failures")]
-    assert causes == ["an error in place of an answer"] * 7 + ["a refusal"] * 4
+    causes = [record.error.cause if record.error else "" for record in records("failures*")]
+    assert sorted(causes) == ["a refusal"] * 4 + ["an error in place of an answer"] * 8
     both = [str(LOGS / "failures.jsonl"), str(LOGS / "responses_pair.jsonl")]
     counts = load_training(config(both, on_bad="fail"), chat, 0).counts
     assert +counts.chats == {
