@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from typing import Any
 
 from data.config import DataConfig
-from data.text.parts import content_text
+from data.text.parts import REASONING, content_text
 from data.text.records import Record
 from heads.common.typed import Json
 
@@ -25,6 +26,8 @@ WORD = re.compile(rf"[^\W{SPACELESS}]+(?:[{MARKS}]+[^\W{SPACELESS}]*)*|[{SPACELE
 BETWEEN = dict.fromkeys(re.sub(rb"\w", b"", bytes(range(128))), " ")  # ASCII characters that are in no word
 
 COUNTERS = "records", "kept", "chats", "shapes"
+BESIDE = {"weight", "finish_reason", *REASONING}  # keys of an answer that a request does not repeat
+SEEN = "with answers of earlier records as context"  # as a client sends them again in each request
 
 Gram = tuple[str, ...]  # consecutive words
 
@@ -85,8 +88,10 @@ class Filters:
     def __init__(self, config: DataConfig, held_out: Iterable[Record], evaluation: Sequence[str]) -> None:
         """Take the held-out records, whose copies are duplicates, and the texts of the evaluation prompts."""
         self.counts = Counts()
-        self._dedup, self._words = config.dedup, config.contamination
-        self._seen = {_key(record) for record in held_out} if config.dedup else set()
+        self._dedup, self._turns, self._words = config.dedup, config.turns, config.contamination
+        self._seen = set[str]()
+        for record in held_out:
+            self._once(record)
         self._forbidden: set[Gram] = set()
         if self._words is not None:
             grams = [set(_grams(text, self._words)) for text in evaluation]
@@ -96,14 +101,12 @@ class Filters:
 
     def __call__(self, records: Iterable[Record]) -> Iterator[Record]:
         """Yield the records that pass."""
-        for record in records:
-            self.counts.records[record.source] += 1
-            if self._dedup and record.error is None:
-                key = _key(record)
-                if key in self._seen:
-                    self.counts.duplicates += 1
-                    continue
-                self._seen.add(key)
+        for given in records:
+            self.counts.records[given.source] += 1
+            record = self._once(given) if self._dedup and given.error is None else given
+            if record is None:
+                self.counts.duplicates += 1
+                continue
             texts = [content_text(message) for message in record.messages if message["role"] != "system"]
             grams = (_grams(text, self._words or 0) for text in (*texts, record.text))
             if self._forbidden and not self._forbidden.isdisjoint(chain.from_iterable(grams)):
@@ -111,6 +114,16 @@ class Filters:
                 continue
             self.counts.kept[record.source] += 1
             yield record
+
+    def _once(self, record: Record) -> Record | None:
+        """Return a record, with answers that stood behind the same messages before as context; None if all did."""
+        keys = _keys(record, self._turns == "all")
+        seen = {i for i, (key, *_) in keys.items() if key in self._seen}
+        self._seen.update(*keys.values())
+        if len(seen) in (0, len(keys)):
+            return None if seen else record
+        messages = [{**message, "weight": 0} if i in seen else message for i, message in enumerate(record.messages)]
+        return record._replace(messages=messages, notes=(*record.notes, SEEN))
 
 
 def _grams(text: str, count: int) -> Iterator[Gram]:
@@ -120,11 +133,28 @@ def _grams(text: str, count: int) -> Iterator[Gram]:
     return zip(*(words[start:] for start in range(count)), strict=False)
 
 
-def _key(record: Record) -> bytes:
-    """Return a hash that ignores case and white space; for a record with given tokens, the hash of the tokens."""
-    messages = [
-        {**message, "content": " ".join(content_text(message).split()).casefold()} for message in record.messages
-    ]
-    text = "" if record.pretokenized else " ".join(record.text.split()).casefold()
-    whole = [text, record.tools, messages, record.pretokenized]
-    return hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=16).digest()
+def _keys(record: Record, by_answer: bool) -> dict[int, list[str]]:
+    """Return hashes, blind to case and white space, of a record, or of each answer to train on and all before it.
+
+    The latter are two, with and without the answer's reasoning, if it has one. That of earlier answers does not count:
+    clients leave it out of the requests that follow.
+    """
+    text = "" if record.messages or record.pretokenized else record.text
+    before, keys = _hash([_folded(text), record.tools, record.pretokenized]), dict[int, list[str]]()
+    for i, message in enumerate(record.messages):
+        content = {key: message[key] for key in message.keys() - BESIDE} | {"content": _folded(content_text(message))}
+        plain = _hash([before, content])
+        thoughts = [message[key] for key in REASONING if key in message]
+        full = _hash([plain, thoughts]) if thoughts else plain
+        if message["role"] == "assistant" and message.get("weight") != 0:
+            keys[i] = [full, plain]
+        before = plain if by_answer else full
+    return keys if by_answer and keys else {0: [before]}
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def _hash(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

@@ -52,6 +52,19 @@ def test_copies_differ_in_case_and_white_space_alone(
     assert kept(config("f", dedup=False), [first, first])[0] == ["0", "1"]
 
 
+def test_an_answer_that_later_requests_repeat_is_trained_once(config: Config) -> None:
+    """Also where they leave its reasoning out; not with data.turns=last, which trains a chat's last answer alone."""
+    asked, answer = ANSWERED["messages"]
+    thought, other = {**answer, "reasoning": "hm"}, {**answer, "content": "no"}
+    chats = [asked, thought], [asked, answer, asked, other], [asked, other], [asked, answer, asked, other]
+    parsed = [parse({"messages": chat}, i, "f") for i, chat in enumerate(chats)]
+    first, longer, again = Filters(config("f"), [], [])(parsed)
+    assert [message.get("weight") for message in longer.messages] == [None, 0, None, None]
+    assert (first, again) == (parsed[0], parsed[2])
+    assert [*Filters(config("f", turns="last"), [], [])(parsed)] == parsed[:3]
+    assert [*Filters(config("f"), [parsed[1]], [])(parsed)] == [parsed[0], parsed[2]]
+
+
 @pytest.mark.parametrize(
     ("raw", "contaminated"),
     [

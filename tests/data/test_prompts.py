@@ -8,14 +8,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from data.text.prompts import (
-    OPENING,
-    load_prompts,
-    load_training,
-    records_to_answer,
-    save_prompts,
-    split_text,
-)
+from data.text.prompts import OPENING, load_prompts, load_training, records_to_answer, save_prompts, split_text
 from tests.data.chatml import PLAIN, TAGGED, Tokens, load_samples
 from tests.data.families import trained
 from tests.refusals import refuses
@@ -49,9 +42,8 @@ def test_the_mask_covers_the_answers_and_their_ends_and_nothing_else(
 
 
 def test_what_follows_the_last_answer_is_left_out(chat: PreTrainedTokenizerFast, write: Write, config: Config) -> None:
-    left, whole = load_samples(
-        config(write({"id": "a", "messages": CHAT[:4]}, {"id": "b", "messages": CHAT[:3]})), chat
-    )
+    chats = {"id": "a", "messages": CHAT[:4]}, {"id": "b", "messages": CHAT[:3]}
+    left, whole = load_samples(config(write(*chats), dedup=False), chat)
     assert left.token == whole.token
 
 
