@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from heads import ENGINES, HEADS
 from heads.formats.published import load_published
@@ -231,7 +232,7 @@ def test_heads_for_the_engines_are_made_of_their_yaml(kind: str) -> None:
         ("mtp", {"qk_norm": True}, "sglang", "qk_norm=true"),
         ("mtp", {"intermediate_size": 24}, "vllm", "intermediate_size 24, and .* 48; .*init=auto"),
         ("mtp", {"rope_theta": 5e5}, "vllm", "positions .*500000.*and vLLM takes the target's"),
-        ("mtp", {"head_dim": 4}, "sglang", "4 heads of 4, .* 8 wide; train head=eagle3, or .*head.head_dim=8"),
+        ("mtp", {"head_dim": 4}, "vllm", "4 heads of 4, and vLLM makes them 8 wide; .* format=sglang"),
         ("eagle3", {"norm_output": True}, "gguf", "norm_output=true"),
         (
             "eagle3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64,
@@ -274,12 +275,30 @@ def test_what_a_format_cannot_say_is_refused(
             check(made(kind, **options), form, served(), [])
 
 
-@pytest.mark.parametrize(("engine", "kind"), [("vllm", "gemma3_text"), ("llamacpp", "qwen2"), ("sglang", "granite")])
+@pytest.mark.parametrize(("engine", "kind"), [
+    ("vllm", "gemma3_text"), ("vllm", "bamba"), ("llamacpp", "qwen2"), ("llamacpp", "ministral3"),
+    ("sglang", "granite"), ("sglang", "nemotron_h"),
+])  # fmt: skip
 def test_a_target_whose_class_hands_out_no_layers_is_refused_to_heads_that_read_them(engine: str, kind: str) -> None:
     with pytest.raises(ValueError, match=f"^engine={engine}: a target of model_type {kind} .*eagle3 reads; .*null$"):
         check(made("eagle3"), engine, served(config=SAID | {"model_type": kind}), [])
     check(made("eagle3"), engine, served(config=SAID | {"model_type": "qwen3"}), [])
     check(made("mtp"), "vllm", served(config=SAID | {"model_type": kind}), [])
+    check(masked(made("block", **BLOCK)), "sglang", served(config=SAID | {"model_type": "lfm2"}), [])
+    with pytest.raises(ValueError, match="a target of model_type qwen2 hands out no layers there"):
+        check(made("block", **BLOCK), "sglang", served(config=SAID | {"model_type": "qwen2"}), [])
+
+
+@pytest.mark.parametrize("options", [DSPARK, {**DSPARK, "confidence": False}, BLOCK])
+def test_a_block_heads_file_has_the_keys_that_loaders_read(options: dict[str, Any], tmp_path: Path) -> None:
+    """vLLM's of the confidence head, which it drops without them; lmdeploy's and mlx-vlm's of layers and block."""
+    head = masked(made("block", **options))
+    exported(head, "dflash", tmp_path)
+    config, has = json.loads((tmp_path / "config.json").read_text()), options.get("confidence")
+    assert (config.get("enable_confidence_head"), config.get("confidence_head_with_markov")) == (has, has)
+    assert ("confidence_head.proj.weight" in load_file(tmp_path / "model.safetensors")) == bool(has)
+    assert config["num_target_layers"] == target().embeddings.num_layers
+    assert config["dflash_config"]["block_size"] == config["block_size"] == head.size
 
 
 def test_transformers_decodes_with_heads_whose_code_is_published() -> None:
@@ -335,14 +354,14 @@ def test_a_limit_is_none_beyond_the_vocabulary_or_with_a_shared_lm_head(
 
 def test_a_target_that_rotates_a_part_or_by_layer_is_refused_where_its_positions_are_taken(tmp_path: Path) -> None:
     said = {**SAID, "rope_parameters": {**SAID["rope_parameters"], "partial_rotary_factor": 0.5}}
-    with pytest.raises(ValueError, match=r"vLLM takes the target's partial_rotary_factor=0\.5; .*format=sglang"):
+    with pytest.raises(ValueError, match=r"vLLM takes the target's, .*0\.5.*format=sglang"):
         exported(made("mtp"), "vllm", tmp_path, config=said)
     with pytest.raises(ValueError, match=r"partial_rotary_factor=1\.0, and the authors' code takes 0\.5"):
         exported(made("hydra"), "hydra", tmp_path, config=said)
     by_kind = {**SAID, "rope_parameters": {"full_attention": SAID["rope_parameters"]}}
     with pytest.raises(ValueError, match=r"vLLM takes the target's, which has them by kind of layer, .*format=sglang"):
         exported(made("mtp"), "vllm", tmp_path, config=by_kind)
-    exported(made("mtp"), "sglang", tmp_path, config=said)
+    exported(made("mtp", head_dim=4), "sglang", tmp_path, config=said)
 
 
 def test_an_mtp_module_has_the_targets_eps_where_vllm_takes_it(tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ def engines(source: Export) -> ExportedHead:
     if options.mask_token is None or not same:
         what = "was trained" if options.mask_token is None else f"is not the target's embedding of token {token}"
         raise source.refusal(f"a mask slot that {what}", "and the format has the target's embedding of a token there")
+    # vLLM drops the confidence head without the first key.
+    confidence = dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), options.confidence)
     terms = {}
     if options.domino is not None:
         terms = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": options.from_anchor}
@@ -153,7 +155,9 @@ def engines(source: Export) -> ExportedHead:
         "layer_types": ["full_attention"] * options.layers,
         "is_causal": options.causal,  # SGLang reads the sliding window only from here
         "block_size": source.head.size,
+        "num_target_layers": source.embeddings.num_layers,  # read by lmdeploy and mlx-vlm
         "dflash_config": {
+            "block_size": source.head.size,  # read by lmdeploy and onnxruntime-genai
             "mask_token_id": token,
             plan.BLOCK_OUTPUTS: outputs,
             "causal": options.causal,
@@ -161,7 +165,7 @@ def engines(source: Export) -> ExportedHead:
             **terms,
         },
         **({} if options.domino is None else {"emb_dim": options.domino_rank}),
-        **({} if markov is None else {"markov_rank": markov, "markov_head_type": "vanilla"}),
+        **({} if markov is None else {"markov_rank": markov, "markov_head_type": "vanilla"} | confidence),
         **({} if source.head.vocab is None else {"draft_vocab_size": draft_size(source.head)}),
     }
     tensors = {NAMES.get(name, name): tensor for name, tensor in source.tensors.items() if name not in OURS}

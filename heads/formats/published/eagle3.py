@@ -24,7 +24,10 @@ JOINT = "input_norm"  # name of the norm of the concatenated features, before fc
 MIDDLE, FIRST = "midlayer.", "layers.0."  # prefix of the first layer's tensors: the authors', and that of all others
 NORMED_RESIDUAL = ("vllm", "speculators", "gguf")  # formats whose engines support `norm_before_residual`
 # For these targets SGLang counts outputs, as for others, only if the first id is 1; otherwise it counts inputs.
-COUNTED_BY_FIRST = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
+COUNTED_BY_FIRST = {
+    "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM",
+    "GlmMoeDsaForCausalLM", "MistralLarge3ForCausalLM", "KimiK25ForConditionalGeneration",
+}  # fmt: skip
 VERSION = "0.9.0"  # version of the speculators format
 CLASS = EngineClass(["LlamaForCausalLMEagle3"], "llama", {
     "vllm": r"(Eagle3)?(Llama|Qwen2_5vl|Qwen3|Qwen3vl|MiniMaxM2|DeepseekV[23])ForCausalLM|LlamaForCausalLMEagle3|"

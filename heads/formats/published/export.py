@@ -37,10 +37,14 @@ FORMATS: dict[str, Writers] = {
 # The targets, by model_type, whose class in vLLM 0.33, SGLang 0.5.23 or llama.cpp (of llama-cpp-python 0.3.36) hands
 # out no layers to a head: the server ends at its start.
 CLOSED = {
-    "vllm": "gemma2 gemma3_text mixtral glm4 glm4_moe gpt2 cohere cohere2 falcon_h1 granitemoehybrid lfm2 kimi_linear",
-    "sglang": "gemma2 mixtral olmo2 glm4 gpt2 cohere cohere2 falcon_h1 granite granitemoehybrid lfm2 kimi_linear",
-    "llamacpp": "qwen2 gemma2 gemma3_text phi3 olmo2 olmo3 glm4 glm4_moe gpt2 gpt_neox cohere cohere2 falcon_h1 "
-    "granite granitemoehybrid deepseek_v3 llama4 kimi_linear bamba smollm3",
+    "vllm": "gemma2 gemma3_text mixtral glm4 glm4_moe gpt2 cohere cohere2 falcon_h1 granitemoehybrid lfm2 kimi_linear "
+    "bamba",
+    "sglang": "gemma2 mixtral olmo2 olmo3 glm4 gpt2 gpt_neox cohere cohere2 falcon_h1 granite granitemoehybrid "
+    "kimi_linear bamba smollm3",
+    "sglang eagle3": "lfm2 nemotron_h",
+    "sglang dflash": "qwen2 qwen2_moe glm4_moe",
+    "llamacpp": "qwen2 gemma2 gemma3_text ministral3 phi3 olmo2 olmo3 glm4 glm4_moe gpt2 gpt_neox cohere cohere2 "
+    "falcon_h1 granite granitemoehybrid deepseek_v3 llama4 kimi_linear bamba smollm3",
 }
 READERS = ("vllm", "sglang", "trtllm", "speculators")  # formats named after the engines that read one common folder
 
@@ -54,7 +58,8 @@ def check(head: Any, engine: str, served: TargetFacts, beyond: Collection[str]) 
                 raise ValueError(f"no code of ours decodes there with {head.config.name}; train head=mlp")
             return
         kind = served.config.get("model_type")
-        if head.feature_layers and kind in CLOSED.get(engine, "").split():
+        taken = f"{engine} {'dflash' if hasattr(head.config, 'mask_token') else 'eagle3'}"  # SGLang's algorithms differ
+        if head.feature_layers and kind in f"{CLOSED.get(engine, '')} {CLOSED.get(taken, '')}".split():
             raise ValueError(f"a target of model_type {kind} hands out no layers there, which head={head.config.name} "
                              "reads; choose another engine, or train for a newer version with engine=null")  # fmt: skip
         if why := engine_mismatch(head.config, beyond):

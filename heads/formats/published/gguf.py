@@ -165,7 +165,6 @@ def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> Json:
 
 
 def _renamed(kind: str, config: Json, tensors: NamedTensors) -> NamedTensors:
-    """Return the tensors by llama.cpp's names."""
     renamed = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")

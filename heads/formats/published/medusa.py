@@ -98,7 +98,6 @@ def authors(source: Export) -> ExportedHead:
 
 
 def _blocks(source: Export, block: str) -> NamedTensors:
-    """Return the blocks' tensors by the format's names."""
     return {block.format(*match.groups()): t for name, t in source.tensors.items() if (match := BLOCK.fullmatch(name))}
 
 

@@ -3,8 +3,8 @@
 vLLM (`method: mtp`) and SGLang (NEXTN) run it from a separate folder, for any target whose model class returns its
 normed last states, such as Llama and Qwen3. vLLM builds the module from the target's config.json, completed by
 `hf_overrides` (`overrides`), and not from the head's. Both engines drop the embedding of the row at position 0, which
-affects only that row. Their layer has biases of queries, keys and values, which are written as zeros, and its head
-width is the state's width divided by the number of heads.
+affects only that row. Their layer has biases of queries, keys and values, which are written as zeros; vLLM's heads are
+as wide as the state divided by their number.
 """
 
 import re
@@ -52,20 +52,15 @@ def engines(source: Export) -> ExportedHead:
         source.refuse(qk_norm=False)
     config = source.engine_config(CLASS, 1) | {COUNT: 1, "qk_norm": source.config.qk_norm}
     width, heads, head_dim = (config[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))
-    if head_dim * heads != width:
-        raise source.refusal(
-            f"{heads} heads of {head_dim}", f"and engines make them {width // heads} wide; train head=eagle3, or for "
-            f"format=sglang with head.head_dim={width // heads}"
-        )  # fmt: skip
     if source.format_name == "vllm":
+        if head_dim * heads != width:
+            raise source.refusal(
+                f"{heads} heads of {head_dim}", f"and vLLM makes them {width // heads} wide; train head=eagle3, or "
+                "export it with format=sglang"
+            )  # fmt: skip
         target = source.served.config
         positions = positions_of(config)
         rope = positions_of(target) or positions
-        if rope is not None and rope.share != 1:
-            raise source.refusal(
-                "positions over all of its width", f"and vLLM takes the target's partial_rotary_factor={rope.share:g}; "
-                "export it with format=sglang"
-            )  # fmt: skip
         if any(isinstance(value, dict) for value in (target.get("rope_parameters") or {}).values()):
             raise source.refusal(
                 "positions of one kind", "and vLLM takes the target's, which has them by kind of layer, in a class "
@@ -78,7 +73,8 @@ def engines(source: Export) -> ExportedHead:
         if other := next((name for name, value in ours.items() if value != theirs[name]), None):
             raise source.refusal(
                 f"{other} {ours[other]}",
-                f"and vLLM takes the target's, {theirs[other]}; train with init=auto and sizes of null",
+                f"and vLLM takes the target's, {theirs[other]}; train with init=auto and sizes of null, or export it "
+                "with format=sglang",
             )
     tensors = {f"model.{their_name(name)}": tensor for name, tensor in source.weights().items()}
     projection = f"model.{LAYER}input_proj.weight"
