@@ -116,7 +116,6 @@ class EvalConfig(TuneConfig, Selection):
     tune: bool
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, or contradictory ones."""
         if not self.drafter:
             raise ValueError("drafter is empty: name at least one drafter, or plain")
         for temperature in self.temperature:

@@ -202,7 +202,6 @@ def _entered(
 
 
 def _left(batch: Batch) -> None:
-    """Release a batch's slots."""
     for request in batch.running:
         request.generation.finish_reason = "length"
     batch.release()

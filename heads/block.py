@@ -178,7 +178,6 @@ class Block(HeadModule):
         qk_norm: bool
 
         def __post_init__(self) -> None:
-            """Refuse options that exclude each other."""
             terms = [name for name in ("markov_rank", "domino", "selector_rank") if getattr(self, name) is not None]
             if len(terms) > 1:
                 raise ValueError(f"head.{terms[0]} and head.{terms[1]} correct the same logits: give one of them")

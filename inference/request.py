@@ -50,7 +50,6 @@ class RequestParams:
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Check the rule and the lengths."""
         if self.rule not in (AUTO, *RULES):
             raise ValueError(f"rule is {self.rule!r}: choose {AUTO} or one of {', '.join(RULES)}")
         if is_lossy(self.rule) and not self.lossy:

@@ -63,7 +63,6 @@ class ServedConfig(Conditions, ServersConfig):
     repeats: Count
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, and contradictory values."""
         super().__post_init__()
         if self.baseline is not None:
             if base_url(self.baseline) == base_url(self.url):

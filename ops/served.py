@@ -273,7 +273,6 @@ class ServersConfig:
     seed: Number
 
     def __post_init__(self) -> None:
-        """Refuse values that are not URLs."""
         check_url("url", self.url)
         check_url("baseline", self.baseline or self.url)
 

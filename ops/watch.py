@@ -87,7 +87,6 @@ class Alarm(NamedTuple):
     rate: float
 
     def __str__(self) -> str:
-        """Describe the alarm in one line."""
         return (
             f"time to adapt, at request {self.at + 1:,}: from about request {self.since + 1:,} on the target accepts "
             f"{self.after:.2f} tokens per pass in place of {self.before:.2f} (evidence {self.evidence:.3g}; a false "

@@ -296,10 +296,7 @@ def fuzz(reader: Reader, root: Path, count: int) -> None:
     content = st.one_of(whole, bent, both)
     # Not `explain`, which traces every input; and rounds, for hypothesis keeps every choice of one.
     chosen = settings(
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
+        database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink)
     )
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for begin in range(0, count, ROUND):

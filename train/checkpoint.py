@@ -210,7 +210,6 @@ class TrainState:
         return list(optimizer.state.values()) if zero_stage(parameter) else [optimizer.state[parameter]]
 
     def _optimizer(self, parameter: Tensor) -> Any:
-        """Return the optimiser of one parameter."""
         plain = getattr(self.optimizer, "optimizer", self.optimizer)  # DeepSpeed wraps it
         for optimizer in getattr(plain, "optimizers", [plain]):
             if zero_stage(parameter) or any(

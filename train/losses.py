@@ -52,7 +52,6 @@ class ObjectiveConfig:
     on_policy: OnPolicyConfig
 
     def __post_init__(self) -> None:
-        """Check the losses' names."""
         rollouts = {f"on_policy.losses.{name}": name for name in self.on_policy.losses or ()}
         for key, name in ({f"losses.{name}": name for name in self.losses} | rollouts).items():
             if name not in LOSSES:

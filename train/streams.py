@@ -66,7 +66,6 @@ class StreamsRunConfig(JobConfig):
     streams: Streams.Config
 
     def __post_init__(self) -> None:
-        """Refuse sections that contradict each other."""
         if self.launcher.strategy != "ddp":
             raise ValueError(f"launcher.strategy is {self.launcher.strategy}: streams are small LoRA factors, give ddp")
         if (self.trainer.optimizer, self.trainer.compile, self.trainer.recompute) != ("adamw", False, False):

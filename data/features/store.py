@@ -226,7 +226,6 @@ class FeatureStore:
         return self.folder / LOCKS / name
 
     def _digest(self, tensors: NamedTensors) -> str:
-        """Return the digest of tensors' names and bytes."""
         digest = xxhash.xxh3_128()
         for name in sorted(tensors):
             digest.update(name.encode())

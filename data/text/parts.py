@@ -239,10 +239,9 @@ def _messages(raw: Message) -> Iterator[Message]:
     if role == "assistant" and "function_call_name" in raw:  # OpenInference's, until 2024
         others.append({"name": raw["function_call_name"], "arguments": raw.get("function_call_arguments_json")})
     for i, piece in enumerate([*parts, *({**call, "type": "function_call"} for call in others)]):
-        before = {kind: len(pieces) for kind, pieces in by_kind.items()}
-        _take(piece, by_kind)
-        grown = next((kind for kind, pieces in by_kind.items() if len(pieces) > before.get(kind, 0)), "")
-        if role == "assistant" and before.keys() & EARLIER.get(grown, ()) and "tool_calls" not in raw:
+        before = {*by_kind}
+        kind = _take(piece, by_kind)
+        if role == "assistant" and before & EARLIER.get(kind, set()) and "tool_calls" not in raw:
             rest = {key: value for key, value in raw.items() if key not in CONTENTS}  # another turn, as in Responses
             yield from _messages({key: rest[key] for key in rest.keys() - FINISH} | {"content": parts[:i]})
             yield from _messages({**rest, "content": parts[i:]})
@@ -313,30 +312,29 @@ def _steps(raw: Message) -> Iterator[Message]:
                 results.append({"type": "tool-result", "toolCallId": tool["toolCallId"], "output": value})
 
 
-def _take(piece: Message, by_kind: dict[str, list[Any]]) -> None:
-    """Add a part's content to the lists of its kind."""
+def _take(piece: Message, by_kind: dict[str, list[Any]]) -> str:
+    """Add a part's content to the lists of its kind, and return the kind."""
     piece = {key: value for key, value in piece.get("message_content", piece).items() if value is not None}
     name = piece.get("type") or piece.get("kind")  # Pydantic AI's
     name = name or next((key for key in piece if key in PARTS), next(iter(piece), "none"))
     kind, inner = PARTS.get(name, str(name)), piece.get(name)
-    body = inner if isinstance(inner, dict) else piece
+    body: Any = inner if isinstance(inner, dict) else piece
     if kind == "text":
-        value = piece.get("text", piece.get("content", ""))
-        if not isinstance(value, str):
+        body = piece.get("text", piece.get("content", ""))
+        if not isinstance(body, str):
             raise TypeError("a text part holds no text")
-        if value:
-            by_kind.setdefault("reasoning" if piece.get("thought") is True else "text", []).append(value)  # Gemini
+        kind = "nothing" if not body else "reasoning" if piece.get("thought") is True else "text"  # Gemini
     elif kind == "reasoning":
         text = body.get("reasoningText", body)
         value = first(text, ("thinking", "text", "content", "reasoning"), "")
         if isinstance(value, list):  # a Responses item's own reasoning; its summary is by another model
             value = [{"text": item["text"]} for item in value]
         value = "" if '"type": "summary_text"' in value else value  # OpenLLMetry's, in JSON
-        by_kind.setdefault("reasoning" if value else "hidden", []).append(text_of(value))
-    elif kind in ("call", "result", "hidden", "nothing", "refusal"):
-        by_kind.setdefault(kind, []).append(body)
-    else:
+        kind, body = "reasoning" if value else "hidden", text_of(value)
+    elif kind not in ("call", "result", "hidden", "nothing", "refusal"):
         raise unread(kind)
+    by_kind.setdefault(kind, []).append(body)
+    return kind
 
 
 def _call(call: Message) -> Message:

@@ -64,7 +64,6 @@ class Files:
     left_out: Counter[str] = field(default_factory=Counter)  # number of left-out records by cause
 
     def __iter__(self) -> Iterator[Raw]:
-        """Yield the records that `where` selects; refuse an empty selection."""
         records = chain.from_iterable(records_in(read_file(file)) for file in self.files)
         return _wanted(batches_joined(records) if len(self.files) > 1 else records, self)
 
@@ -102,7 +101,6 @@ class Hub:
     left_out: Counter[str] = field(default_factory=Counter)  # number of left-out records by cause
 
     def __iter__(self) -> Iterator[Raw]:
-        """Yield the records that `where` selects; refuse an empty selection."""
         return _wanted(read_table(lambda: self.table, self.name, "fetch the data set again"), self)
 
     def identity(self) -> str:

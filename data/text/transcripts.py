@@ -160,7 +160,8 @@ def _codex(lines: Records) -> Yielded:
     for line in [*lines, {"type": "session_meta", "payload": {}}]:
         kind, payload = line.get("type"), line.get("payload") or {}
         rewrites = kind == "compacted" or payload.get("type") == "thread_rolled_back"
-        turns = [i for i, item in enumerate(items) if _asks(item)] if rewrites else []
+        of_users = [i for i, item in enumerate(items) if item.get("role") == "user"] if rewrites else []
+        turns = [i for i in of_users if not any(CONTEXT.match(str(text)) for text in _texts(items[i]))]
         if kind == "session_meta" and payload.get("id") == meta.get("id", 0):  # written again
             meta = meta | payload
         elif kind in ("session_meta", "compacted"):
@@ -195,11 +196,6 @@ def _received(item: Raw) -> Raw:
         return {"role": "user", "content": "".join(texts)} if all(texts) else {"type": COMPACTED[0]}
     is_sent = item.get("role") == "assistant" and SENT.match("".join(map(str, texts)))
     return {**item, "role": "user"} if is_sent else item
-
-
-def _asks(item: Raw) -> bool:
-    """Return whether an item of Codex is the user's own turn."""
-    return item.get("role") == "user" and not any(CONTEXT.match(str(text)) for text in _texts(item))
 
 
 def _spans(lines: Records) -> Yielded:

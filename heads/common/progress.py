@@ -55,7 +55,6 @@ class Bar:
         self.begun, self.on_terminal = time.monotonic(), False
 
     def __enter__(self) -> "Bar":
-        """Start to show the bar."""
         self.begun = time.monotonic()
         if self.begun - Bar.last > PAUSE and not OPEN:
             Bar.last = self.begun
@@ -67,7 +66,6 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the bar."""
         OPEN.remove(self)
         if self.on_terminal:
             BARS.remove_task(self.task)

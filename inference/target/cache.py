@@ -176,7 +176,6 @@ class Storage:
             block[:, at, :, end] = block[:, at, :, begin]
 
     def _add(self, layout: Layout) -> None:
-        """Allocate these layers' buffers."""
         specs = [spec for pair in layout.values() for spec in pair]
         buffers = {}
         for spec in dict.fromkeys(specs):

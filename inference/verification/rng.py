@@ -57,7 +57,6 @@ class Samples:
     """Samples at the roots of B sequences, by number: those of a sequence do not depend on its batch."""
 
     def __init__(self, root: PerSequence) -> None:
-        """Take the roots' keys."""
         self.root, self.taken = root, 0
 
     def sample(self, probs: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:

@@ -275,7 +275,6 @@ def _walk(parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
 
 
 def _ratio(target: Probs, draft: Probs, token: Int[Tensor, "B 1"]) -> Fractions:
-    """Return p / q of a token."""
     return (target.gather(1, token) / draft.gather(1, token))[:, 0]
 
 

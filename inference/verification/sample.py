@@ -30,7 +30,6 @@ class Sampling:
     repetition_penalty: float = 1.0  # 1 changes nothing; read at temperature 0 too
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         for name, within in RANGES.items():
             if remedy := within.remedy(value := getattr(self, name)):
                 raise ValueError(f"{name} is {value}: {remedy}")
@@ -102,14 +101,15 @@ def top2_gap(logits: Distributions) -> Float[Tensor, "*n"]:
 
 def residual(target: Distributions, draft: Distributions) -> Distributions:
     """Return the residual of the target's probs after a rejected draft."""
-    left = (target - draft).clamp_min(0)
-    total = left.sum(-1, keepdim=True)
     # Equal distributions never reject in exact arithmetic; after a rounding error nothing is left and p is returned.
-    return torch.where(total > 0, left / total, target)
+    return _normalised((target - draft).clamp_min(0), target)
 
 
 def without(probs: Distributions, token: Int[Tensor, "*n 1"]) -> Distributions:
     """Return the probs given that a token is not sampled; unchanged where nothing else is possible."""
-    left = probs.scatter(-1, token, 0.0)
+    return _normalised(probs.scatter(-1, token, 0.0), probs)
+
+
+def _normalised(left: Distributions, otherwise: Distributions) -> Distributions:
     total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total, probs)
+    return torch.where(total > 0, left / total, otherwise)

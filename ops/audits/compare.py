@@ -71,7 +71,6 @@ class AuditConfig(ServersConfig):
     plain: Json
 
     def __post_init__(self) -> None:
-        """Refuse an audit without a baseline."""
         super().__post_init__()
         if not self.plain and base_url(self.baseline or self.url) == base_url(self.url):
             raise ValueError(

@@ -177,10 +177,7 @@ def test_a_disk_that_is_full_at_any_moment_is_named_and_loses_nothing(whole: byt
 
 
 def test_other_jobs_settings_and_foreign_files_are_refused_and_left_alone(tmp_path: Path) -> None:
-    with (
-        Answers(tmp_path / "a").locked(),
-        pytest.raises(ValueError, match="another job is writing it"),
-    ):
+    with Answers(tmp_path / "a").locked(), pytest.raises(ValueError, match="another job is writing it"):
         quick_bytes(records(2), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
     before = quick_bytes(records(3), tmp_path / "a")

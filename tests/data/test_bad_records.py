@@ -10,12 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
 from data.text.masks import is_empty
-from data.text.prompts import (
-    Prompt,
-    load_prompts,
-    load_training,
-    records_to_answer,
-)
+from data.text.prompts import Prompt, load_prompts, load_training, records_to_answer
 from data.text.records import parse
 from data.text.sources import open_source
 from tests.data.chatml import load_samples
@@ -82,8 +77,7 @@ ASKED = {"role": "user", "content": "a"}
 
 @pytest.mark.usefixtures("tolerant")
 @pytest.mark.parametrize(
-    "answer",
-    [{"content": " \n"}, {"content": "<think>\n\n</think>\n\n"}, {"tool_calls": "[]", "reasoning": ""}],
+    "answer", [{"content": " \n"}, {"content": "<think>\n\n</think>\n\n"}, {"tool_calls": "[]", "reasoning": ""}]
 )
 def test_an_empty_answer_trains_nothing(
     answer: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write, config: Config
@@ -133,10 +127,7 @@ def test_what_is_more_than_text_is_refused_by_name(
         load_samples(config(path), chat)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"token": "ab"}, {"token": ["a"]}, {"x": 1}],
-)
+@pytest.mark.parametrize("changed", [{"token": "ab"}, {"token": ["a"]}, {"x": 1}])
 def test_a_saved_prompt_that_is_none_is_named(
     changed: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write
 ) -> None:

@@ -12,14 +12,7 @@ import torch
 from data.batches import Batches, Packed
 from data.features.extraction import extract, spec_of
 from data.features.source import FeaturesConfig, LiveFeatures, StoredFeatures
-from data.features.store import (
-    SHARDS,
-    Copying,
-    DamagedError,
-    FeatureRequest,
-    FeatureStore,
-    start,
-)
+from data.features.store import SHARDS, Copying, DamagedError, FeatureRequest, FeatureStore, start
 from heads.base import Features, NamedTensors
 from inference.target.target import Target
 from tests import toys

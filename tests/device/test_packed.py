@@ -26,10 +26,7 @@ def test_one_kernel_is_the_loop(
     document = documents()
     states = [torch.randn(2, heads, T, width).to(dtype) for heads in (6, 2, 2)]
     results = []
-    runs = (
-        (device, dtype, kernel if device.type == "cuda" else LOOP),
-        (torch.device("cpu"), torch.float64, LOOP),
-    )
+    runs = ((device, dtype, kernel if device.type == "cuda" else LOOP), (torch.device("cpu"), torch.float64, LOOP))
     for on, wide, attend in runs:
         there = Documents((window,), spans_of(document), rows.positions(document).to(on))
         query, key, value = (x.to(on, wide) for x in states)

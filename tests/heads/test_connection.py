@@ -54,8 +54,7 @@ def test_who_wants_no_connection_is_asked_for_none(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("kind", "folder"),
-    [("model", "hub/models--org--SomeName"), ("dataset", "hub/datasets--org--SomeName")],
+    ("kind", "folder"), [("model", "hub/models--org--SomeName"), ("dataset", "hub/datasets--org--SomeName")]
 )
 def test_what_was_downloaded_is_taken_and_said_once(
     kind: str, folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -128,11 +128,7 @@ def layers_compiled(step: DeviceStep) -> None:
     step.target.compile()
 
 
-WAYS = {
-    "captured": captured,
-    "drafts": drafts_compiled,
-    "layers": layers_compiled,
-}
+WAYS = {"captured": captured, "drafts": drafts_compiled, "layers": layers_compiled}
 
 
 def side_by_side() -> dict[str, bool]:

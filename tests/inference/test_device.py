@@ -6,15 +6,7 @@ from torch import Tensor
 
 from inference.drafters.policy import TreeConfig, sampled_shape
 from inference.verification import rules
-from inference.verification.rng import (
-    ACCEPT_KEY,
-    RequestRng,
-    Samples,
-    exponential_noise,
-    hash_key,
-    seed_key,
-    uniform,
-)
+from inference.verification.rng import ACCEPT_KEY, RequestRng, Samples, exponential_noise, hash_key, seed_key, uniform
 from inference.verification.rules import RULES, Sampled
 from inference.verification.tree import DraftTree, ancestors, keep
 from tests import enumeration
@@ -27,11 +19,7 @@ SHAPES = {
     "sampled": TreeConfig("sampled", 0, 0, 0, [], [3, 2, 1]),
     "ragged": enumeration.TREES["ragged"],
 }
-FITTING = {
-    "chain": ("token", "block"),
-    "sampled": ("recursive", "traversal"),
-    "ragged": ("recursive", "traversal"),
-}
+FITTING = {"chain": ("token", "block"), "sampled": ("recursive", "traversal"), "ragged": ("recursive", "traversal")}
 FAMILIES = ("mild", "close", "equal", "zeros", "disjoint", "one")
 
 

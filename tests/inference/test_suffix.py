@@ -99,8 +99,7 @@ def literal(source: Suffix, texts: list[list[int]], text: list[int], room: int) 
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{}, {"factor": 1.5, "offset": 0.5}, {"min_probability": 0.6, "offset": 2.0}, {"depth": 3, "tokens": 1}],
+    "values", [{}, {"factor": 1.5, "offset": 0.5}, {"min_probability": 0.6, "offset": 2.0}, {"depth": 3, "tokens": 1}]
 )
 def test_drafts_equal_the_method_read_literally(values: dict[str, Any]) -> None:
     from_past = 0

@@ -282,10 +282,7 @@ def test_the_command_s_exit_status_is_the_verdict(tmp_path: Path, baseline: Audi
 
 @pytest.mark.parametrize(
     ("check", "refuses"),
-    [
-        ("borders", lambda body: len(str(body["messages"])) > 1500),
-        ("seeds", lambda body: body["temperature"] > 0),
-    ],
+    [("borders", lambda body: len(str(body["messages"])) > 1500), ("seeds", lambda body: body["temperature"] > 0)],
 )
 def test_a_server_that_fails_where_the_baseline_answers_has_a_fault(
     check: str, refuses: Any, tmp_path: Path, plain: AuditServer, server: AuditServer, only: Any,

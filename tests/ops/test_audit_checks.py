@@ -167,12 +167,7 @@ def test_a_token_that_is_not_listed_is_no_near_tie(text: str, kind: str, shown: 
 @pytest.mark.parametrize(
     ("theirs", "ours", "status", "summary"),
     [
-        (
-            ["no"],
-            ["no"],
-            "not_offered",
-            "the baseline does not hold it: 0 of 8 replies hold; 8 violations are the",
-        ),
+        (["no"], ["no"], "not_offered", "the baseline does not hold it: 0 of 8 replies hold; 8 violations are the"),
         (["no", "yes"], ["no", "yes"], "passed", "4 of 8 replies hold; 4 violations are the baseline's too"),
         (["yes"], ["yes", "no"], "failed", "4 of 8 replies hold"),
     ],

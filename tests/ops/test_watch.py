@@ -162,10 +162,7 @@ def test_a_file_that_grows_is_rotated_and_cut_is_read_whole(tmp_path: Path) -> N
 
 
 def test_a_log_that_cannot_be_read_is_refused_and_a_mark_of_the_byte_order_is_not(tmp_path: Path) -> None:
-    for name, line in (
-        ("log.jsonl.gz", "a growing log must be uncompressed; unpack it$"),
-        ("", "no such file"),
-    ):
+    for name, line in (("log.jsonl.gz", "a growing log must be uncompressed; unpack it$"), ("", "no such file")):
         (tmp_path / "log.jsonl.gz").write_bytes(b"")
         with pytest.raises(ValueError, match=line):
             list(growing(tmp_path / name, follow=False, poll=1.0))

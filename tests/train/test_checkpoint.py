@@ -143,13 +143,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "damage"),
-    [
-        ("index.json", "flip"),
-        ("state.json", "cut"),
-        (SHARD, "flip"),
-        (SHARD, "gone"),
-    ],
+    ("file", "damage"), [("index.json", "flip"), ("state.json", "cut"), (SHARD, "flip"), (SHARD, "gone")]
 )
 def test_a_damaged_one_is_named_and_the_one_before_taken(
     tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture

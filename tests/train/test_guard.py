@@ -193,11 +193,7 @@ def guard(spike: float | None = None) -> Guard:
 
 @pytest.mark.parametrize(
     ("loss", "norm", "why"),
-    [
-        (1.0, 2.0, None),
-        (float("nan"), 2.0, "its loss is nan"),
-        (1.0, float("inf"), "the norm of its gradient is inf"),
-    ],
+    [(1.0, 2.0, None), (float("nan"), 2.0, "its loss is nan"), (1.0, float("inf"), "the norm of its gradient is inf")],
 )
 def test_what_is_not_finite_is_bad(loss: float, norm: float, why: str | None) -> None:
     watching = guard()

@@ -102,11 +102,7 @@ class Both(Batches):
 
 
 @pytest.mark.parametrize(
-    ("extra", "limit"),
-    [
-        (("head.layer=target", "head.raw_state=true"), 1000),
-        (("head.feature_layers=[0,1]",), 3),
-    ],
+    ("extra", "limit"), [(("head.layer=target", "head.raw_state=true"), 1000), (("head.feature_layers=[0,1]",), 3)]
 )
 def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...], limit: int) -> None:
     """Over all documents' rows but their last ones, as plain least squares has it; processes add up their sums."""

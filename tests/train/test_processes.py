@@ -51,13 +51,7 @@ def test_a_signal_stops_a_run_and_only_a_later_one_kills_it(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("nccl", "gloo"),
-    [
-        ("ib,ens", "ens3"),
-        ("=eth1", "eth1"),
-        ("^docker,eth", "ens3"),
-        ("wlan", None),
-    ],
+    ("nccl", "gloo"), [("ib,ens", "ens3"), ("=eth1", "eth1"), ("^docker,eth", "ens3"), ("wlan", None)]
 )
 def test_gloo_takes_the_interface_of_nccl(nccl: str, gloo: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["lo", "docker0", "eth0", "ens3", "eth1"]

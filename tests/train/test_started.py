@@ -46,10 +46,7 @@ def test_a_task_is_a_process_and_the_first_node_the_meeting_place() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("nodes", "address"),
-    [("a1,b2", "a1"), ("gpu[3,7-9]-ib,x", "gpu3-ib"), ("", "10.0.0.7")],
-)
+@pytest.mark.parametrize(("nodes", "address"), [("a1,b2", "a1"), ("gpu[3,7-9]-ib,x", "gpu3-ib"), ("", "10.0.0.7")])
 def test_the_first_node_of_a_list(nodes: str, address: str) -> None:
     assert taken_over(TASK | {"SLURM_JOB_NODELIST": nodes})["MASTER_ADDR"] == address
 

@@ -31,12 +31,7 @@ def mode(patch: pytest.MonkeyPatch, which: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "code", "raised"),
-    [
-        ("one", 2, SystemExit),
-        ("many", 2, HydraException),
-        ("many", 143, SystemExit),
-    ],
+    ("which", "code", "raised"), [("one", 2, SystemExit), ("many", 2, HydraException), ("many", 143, SystemExit)]
 )
 def test_a_run_of_many_fails_alone(
     monkeypatch: pytest.MonkeyPatch, which: str, code: int, raised: type[BaseException]
