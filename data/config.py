@@ -30,7 +30,6 @@ class DataConfig:
     where: Json | None
 
     def __post_init__(self) -> None:
-        """Refuse sizes that leave nothing to train on, and invalid mixtures."""
         if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
             raise ValueError(f"data.path={self.path}: give a file, a folder, a glob, a Hub data set, or a list of them")
         weights, count = self.weights, len(self.paths)

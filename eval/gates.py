@@ -171,7 +171,6 @@ def chi_square_test(
 
 
 def _request(target: Target, prompt: Tokens, answer: Tokens, params: RequestParams, cache: TargetCache) -> Request:
-    """Return a request with the tokens of its answer so far."""
     request = Request(target, prompt, params, cache)
     request.token_ids.extend(answer)
     request.generation.tokens.extend(answer)

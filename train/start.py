@@ -401,7 +401,6 @@ def match_target(config: Any, target: Target) -> Any:
 
 
 def _last_positions(target: Target) -> Rope | None:
-    """Return the rotary positions of the target's last layer, None without them."""
     config = target.config.to_dict()
     return positions_of(config | {"layer_types": (config.get("layer_types") or [])[-1:]})
 
@@ -418,7 +417,6 @@ def last_layer(config: Any, target: Target) -> NamedTensors:
 
 
 def _block(config: Any) -> str:
-    """Return the prefix of an MTP module's decoder layer."""
     return BLOCK if isinstance(config, Mtp.Config) and config.layer == TARGET else "block."
 
 

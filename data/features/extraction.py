@@ -127,7 +127,6 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
 
 
 def _write(store: FeatureStore, name: str, sequences: list[int], groups: list[Copying], held: ExitStack) -> None:
-    """Write a shard, and release its claim."""
     with held:
         store.write(name, sequences, *(group.result() for group in groups))
 

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -21,10 +21,9 @@ from data.text.parts import REASONING, BadSampleError, LeftOutError, Message, co
 from data.text.records import Record
 from inference.target.tokenizer import RenderError, encode_one, text_ids
 
-OPEN = r"(?:<think>|\[THINK\]|<\|START_THINKING\|>|<seed:think>)"
-CLOSE = r"(?:</think>|\[/THINK\]|<\|END_THINKING\|>|</seed:think>)"
-EMPTY = re.compile(rf"\s*{OPEN}\s*{CLOSE}\s*")
-EMPTY_REST = re.compile(rf"\s*{CLOSE}\s*")
+OPEN = r"(?:<think(?::\w+)?>|\[THINK\]|<\|START_THINKING\|>|<seed:think>)"
+CLOSE = r"(?:</think(?::\w+)?>|\[/THINK\]|<\|END_THINKING\|>|</seed:think>)"
+EMPTY = re.compile(rf"\s*(?:{OPEN}\s*)?{CLOSE}\n*")
 BLOCK = re.compile(rf"\s*{OPEN}.*?{CLOSE}\s*", re.DOTALL)
 REST = re.compile(rf".*?{CLOSE}\s*", re.DOTALL)
 ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?", re.DOTALL)
@@ -33,6 +32,8 @@ UNFINISHED = "with an answer that was cut off, trained without an end"
 OPENING_DROPPED = "with a turn of the assistant before the first question, which the chat template refuses"
 CHECK = "check its messages or given mask, and where the chat template puts {% generation %}"
 OPENED = re.compile(rf"{OPEN}\s*\Z")
+# A reasoning block, open or empty, at the end of a generation prompt; Gemma 4's is a channel.
+PROMPTED = re.compile(rf"(?:(?:{OPEN}\s*)?(?:{CLOSE}\s*)?|<\|channel>thought\s*<channel\|>)\Z")
 TRAINED = re.compile(b"\1+")  # a run of ones in the bytes of a mask
 Masked = tuple[list[int], list[int]]  # tokens, and their loss mask
 
@@ -70,9 +71,7 @@ def skip(text: str, start: int, end: int, strip: bool) -> int:
     blocks are skipped too: some templates write them from other fields.
     """
     opened = OPENED.search(text, 0, start) is not None
-    patterns = [EMPTY_REST if opened else EMPTY]
-    if strip:
-        patterns += [REST if opened else BLOCK, ANALYSIS]
+    patterns = [EMPTY, REST if opened else BLOCK, ANALYSIS] if strip else [EMPTY]
     return next((match.end() for pattern in patterns if (match := pattern.match(text, start, end))), start)
 
 
@@ -145,7 +144,9 @@ def samples_of(
                     starts = [start for start, _ in turn.spans]
                     ends = [(end, min((s for s in starts if s > end), default=len(turn.text))) for end in unfinished]
                     _, written = _mask(turn.text, ends, tokenizer)
-                    token, mask = token[: len(written)], [int(a and not b) for a, b in zip(mask, written, strict=False)]
+                    if unfinished[-1] > starts[-1]:  # what a finished answer adds after it stays
+                        token, mask = token[: len(written)], mask[: len(written)]
+                    mask = [int(a and not b) for a, b in zip_longest(mask, written, fillvalue=0)]
                 if any(mask) or not unfinished:
                     masked.append((token, mask))
             if not masked:
@@ -297,11 +298,17 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, strip: bool) -> Tu
     start = len(prompt) if text.startswith(prompt) else None
     if start is None:
         start = _start(prompt, text, template.render(before, tokenizer, False, tools), content_text(before[-1]).strip())
+    if "add_generation_prompt" not in tokenizer.get_chat_template(tools=list(tools) or None):
+        # Command R7B writes the next header behind an answer, too.
+        size = bisect_left(range(1, len(prompt)), True, key=lambda size: not text.endswith(prompt[-size:]))
+        if ended := ends.turn.search(text, len(text) - size):
+            text = text[: ended.end()]
     if blocks is not None:
         least = start
         if least is None:  # where the prompt and the text differ first
             least = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(text))
-        spans = _block_spans(text, [block for block in blocks if block[1] >= least], least, ends)
+        inside = [(max(a, least), min(b, len(text))) for a, b in blocks if a < len(text) and b > least]
+        spans = _block_spans(text, inside, least, ends)
     elif start is None:
         raise BadSampleError(
             "answer not after its generation prompt",
@@ -310,7 +317,7 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, strip: bool) -> Tu
         )
     else:
         spans = [(start, len(text))]
-    closed = OPENED.sub("", prompt)
+    closed = PROMPTED.sub("", prompt)
     if spans and not text.startswith(closed):
         start = spans[0][0] if start is None else start
         given = prompt if text[:start].endswith(prompt[len(closed) :]) else closed
@@ -347,7 +354,7 @@ def _start(generation_prompt: str, text: str, chat: str, question: str) -> int |
 
     The suffix is the longest one that the text contains; it includes all of `question`.
     """
-    for prompt in (generation_prompt, OPENED.sub("", generation_prompt)):  # without the reasoning block that it opens
+    for prompt in (generation_prompt, PROMPTED.sub("", generation_prompt)):  # without the reasoning block that it opens
         if text.startswith(prompt):
             return len(prompt)
         if question and prompt.startswith(chat):

@@ -9,7 +9,6 @@ from data.text.parts import BadSampleError, LeftOutError, Message, Messages, fin
 from data.text.streams import at, check_error, opened, unbatched
 
 REPLIES = ("response", "choices", "completion", "chosen", "preferred_output", "output", "gen_ai.output.messages")
-WEAVE = "Weave call"
 # Shapes of records; the first that matches counts. Each has a name and the paths of request and reply, with keys joined
 # by `/`. An empty request path means the record itself; without a reply path the request holds the whole chat.
 SHAPES = (
@@ -22,7 +21,7 @@ SHAPES = (
     ("Vertex AI log", "full_request", "full_response"),
     ("Helicone", "request_body", "response_body"),
     ("LangSmith run", "inputs", "outputs"),
-    (WEAVE, "inputs", "output"),
+    ("Weave call", "inputs", "output"),
     ("OpenTelemetry gen_ai span", "attributes", "attributes/gen_ai.output.messages"),
     ("MLflow span", "attributes/mlflow.spanInputs", "attributes/mlflow.spanOutputs"),
     ("request and response", "request", "response"),
@@ -105,7 +104,8 @@ def chat_of(raw: Raw) -> Chat | None:
         if kind.upper() in NO_CALLS and (field != "type" or kind.isupper() or raw.keys() & TRACES):
             raise LeftOutError(STEP)
     replies = at(raw, "inputs/messages") and isinstance(raw.get("output"), dict | None)
-    if "op_name" in raw and not (replies or at(raw, "inputs/model")):  # Weave's, of any function
+    # Weave's, of any function.
+    if "op_name" in raw and not ((replies or at(raw, "inputs/model")) and _asked(at(raw, "inputs"), False)):
         raise LeftOutError(STEP)
     label = raw.get("label") if raw.keys() & {"completion", "messages"} else None
     if raw.get("kto_tag", label) in (False, "0", "False", "false"):  # KTO's bad answer: TRL, ms-swift, LLaMA-Factory
@@ -124,8 +124,6 @@ def chat_of(raw: Raw) -> Chat | None:
             for side in (raw, holder[0], at(raw, reply_path.rpartition("/")[0])):
                 check_error(side)
         if holder is None or reply is None:
-            if holder is None and name == WEAVE and "op_name" in raw:
-                raise LeftOutError(STEP)
             if path and reply_path and not holder is reply is None:
                 other = ", which the batch's other file holds" if "custom_id" in raw else ""
                 missing = path if holder is None else reply_path

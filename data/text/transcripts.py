@@ -82,7 +82,6 @@ def records_in(lines: Iterable[Raw]) -> Yielded:
 
 
 def _are_records(value: Any) -> bool:
-    """Whether this is a list of an export's records."""
     return bool(value) and isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 

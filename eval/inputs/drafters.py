@@ -132,5 +132,4 @@ def head_folders(config: DraftersConfig) -> dict[str, Path]:
 
 
 def _heads(config: DraftersConfig, target: Target) -> Drafters:
-    """Return the heads of all runs, each with its saved tree."""
     return {name: load_drafter(folder, config.tree, target, name) for name, folder in head_folders(config).items()}

@@ -101,6 +101,5 @@ def _check_rotary(folder: str, gguf_file: str) -> None:
 
 
 def _folder(file: Path) -> Path:
-    """Return the cache folder for the file's current content."""
     state = file.resolve(), file.stat().st_size, file.stat().st_mtime_ns
     return Path(constants.HF_HOME, "gguf", f"{file.stem}-{sha256(repr(state).encode()).hexdigest()[:12]}")

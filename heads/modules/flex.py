@@ -98,7 +98,6 @@ def block_mask(bounds: Int[Tensor, "4 B N"], length: int, steps: int) -> Any:
 
 
 def _extremes(x: Int[Tensor, "*n S"]) -> tuple[Int[Tensor, "*n s"], Int[Tensor, "*n s"]]:
-    """Return the minimum and the maximum of each tile."""
     size = x.shape[-1]
     index = torch.arange(-(-size // TILE) * TILE, device=x.device).clamp_max(size - 1)
     return x[..., index].unflatten(-1, (-1, TILE)).aminmax(dim=-1)

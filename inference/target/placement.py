@@ -348,7 +348,6 @@ def run_in_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, docu
 
 
 def _gathered(group: distributed.ProcessGroup, x: Tensor) -> list[Tensor]:
-    """Return every process's tensor; all have one shape."""
     gathered = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
     distributed.all_gather(gathered, x.contiguous(), group=group)
     return gathered

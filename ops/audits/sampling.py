@@ -119,7 +119,6 @@ def p_value(texts: Sequence[Sides], level: float, rng: np.random.Generator) -> f
 
 
 def _seeded(audit: Audit, **fields: Any) -> list[Question]:
-    """Return SEEDS questions, each with a seed."""
     fields |= {"temperature": 1.0, "max_tokens": 2 * ENOUGH}
     return [
         question.having(f"with seed {i}", seed=audit.config.seed + i, **fields)

@@ -131,6 +131,42 @@ def test_every_block_of_every_answer_is_trained(tokenizer_with: Tokens, config: 
     assert marked(sample, tokenizer) == f"ask: Why?\n{first}ask: How?\n{second}"
 
 
+ASK = "{% for m in messages %}{% if m.role == 'user' %}{{ 'ask: ' + m.content + '<|im_end|>\n' }}{% else %}"
+SAY = "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'say: ' }}{% endif %}"
+REPLY, TAGS = "{{ 'say: ' + m.content + '<|im_end|>\n' }}", ("{% generation %}", "{% endgeneration %}")
+TAGGED = REPLY.replace("'say: ' + ", "").join(TAGS)
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "before"),
+    [
+        # Of TRL: Phi-3's, whose end of the text is a block, and those whose blocks hold the header.
+        (ASK + "say: " + TAGGED + SAY[:-11] + "{% else %}" + "{{ eos_token }}".join(TAGS) + "{% endif %}", ""),
+        (ASK + REPLY.join(TAGS) + SAY, ""),
+        (ASK + REPLY + SAY.replace("say: ", "say: <|channel>thought\n<channel|>"), ""),  # Gemma 4
+        (ASK + REPLY + "{% endif %}{% endfor %}say: ", ""),  # Command R7B
+        (ASK + REPLY.replace("say: ", "say: </think>") + SAY, "</think>"),  # GLM 4.7
+        (ASK + REPLY.replace("say: ", f"say: {EMPTY}") + SAY, EMPTY),  # Qwen3
+    ],
+    ids=["phi3", "trl", "gemma4", "r7b", "glm", "qwen3"],
+)
+def test_what_a_template_writes_around_an_answer_is_not_trained(
+    template: str, before: str, tokenizer_with: Tokens, config: Config
+) -> None:
+    tokenizer, record = tokenizer_with(template), Record("a", "", told("Why?", " So.", "How?", "It is."), "")
+    (sample,) = samples_of(record, tokenizer, "f", config("f"), Counter())
+    first, second = (f"say: {before}⟦{text}<|im_end|>⟧" for text in (" So.", "It is."))
+    assert marked(sample, tokenizer).strip() == f"ask: Why?<|im_end|>\n{first}\nask: How?<|im_end|>\n{second}"
+
+
+def test_a_finished_answer_behind_one_that_was_cut_off_keeps_its_end(tokenizer_with: Tokens, config: Config) -> None:
+    tokenizer, messages = tokenizer_with(ASK + "{{ 'say: ' + m.content }}" + SAY), told("Why?", "So", "How?", "It is.")
+    messages[1]["finish_reason"] = "length"
+    (sample,) = samples_of(Record("a", "", messages, ""), tokenizer, "f", config("f"), Counter())
+    assert marked(sample, tokenizer) == "ask: Why?<|im_end|>\nsay: ⟦So⟧ask: How?<|im_end|>\nsay: ⟦It is.<|im_end|>⟧"
+
+
 REWRITTEN = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ 'ask: ' + (m.content if loop.last else 'x') + '\n' }}"
     "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"

@@ -57,8 +57,8 @@ def test_what_follows_the_last_answer_is_left_out(chat: PreTrainedTokenizerFast,
             "sample bad: the loss mask is all zeros",
         ),
         (
-            "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}",
-            CHAT,
+            "{% for m in messages[1:] %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+            CHAT[1:3],
             "sample bad: the loss mask is all ones",
         ),
         (

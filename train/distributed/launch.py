@@ -101,7 +101,6 @@ def apply_launch_environment(launcher: Any, accelerators: int) -> None:
 
 
 def _tasks() -> int:
-    """Return the number of tasks of this srun step."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1"))
 
 

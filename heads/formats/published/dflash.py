@@ -146,11 +146,15 @@ def engines(source: Export) -> ExportedHead:
     confidence = dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), options.confidence)
     terms = {}
     if options.domino is not None:
-        terms = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": options.from_anchor}
-        terms |= {"gru_hidden_dim": options.domino, "emb_dim": options.domino_rank}
+        terms = {
+            "projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": options.from_anchor,
+            "gru_hidden_dim": options.domino, "emb_dim": options.domino_rank,
+        }  # fmt: skip
     elif options.conv is not None:
-        terms = {"conv_kernel_size": options.conv, "conv_group_size": options.conv_group}
-        terms |= {"selector_rank": options.selector_rank, "selector_top_k": options.selector_top_k}
+        terms = {
+            "conv_kernel_size": options.conv, "conv_group_size": options.conv_group,
+            "selector_rank": options.selector_rank, "selector_top_k": options.selector_top_k,
+        }  # fmt: skip
     config = source.engine_config(CLASS._replace(architectures=architectures), options.layers) | {
         "layer_types": ["full_attention"] * options.layers,
         "is_causal": options.causal,  # SGLang reads the sliding window only from here

@@ -51,30 +51,27 @@ def engines(source: Export) -> ExportedHead:
     if source.format_name == "sglang":
         source.refuse(qk_norm=False)
     config = source.engine_config(CLASS, 1) | {COUNT: 1, "qk_norm": source.config.qk_norm}
-    width, heads, head_dim = (config[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))
     if source.format_name == "vllm":
-        if head_dim * heads != width:
-            raise source.refusal(
-                f"{heads} heads of {head_dim}", f"and vLLM makes them {width // heads} wide; train head=eagle3, or "
-                "export it with format=sglang"
-            )  # fmt: skip
         target = source.served.config
         positions = positions_of(config)
-        rope = positions_of(target) or positions
         if any(isinstance(value, dict) for value in (target.get("rope_parameters") or {}).values()):
             raise source.refusal(
                 "positions of one kind", "and vLLM takes the target's, which has them by kind of layer, in a class "
                 "that cannot read those; export it with format=sglang"
             )  # fmt: skip
-        ours = {**resolve_layer_dims(source.config, source.embeddings)._asdict(), "positions": positions}
-        theirs = {**source.embeddings.layer_dims._asdict(), "positions": rope}
-        ours["norm_eps"] = config["rms_norm_eps"]
-        theirs["norm_eps"] = target.get("rms_norm_eps", ours["norm_eps"])
+        eps, dims = config["rms_norm_eps"], resolve_layer_dims(source.config, source.embeddings)
+        ours = {**dims._asdict(), "positions": positions, "norm_eps": eps}
+        theirs = {
+            **source.embeddings.layer_dims._asdict(),
+            "head_dim": config["hidden_size"] // config["num_attention_heads"],
+            "positions": positions_of(target) or positions,
+            "norm_eps": target.get("rms_norm_eps", eps),
+        }
         if other := next((name for name, value in ours.items() if value != theirs[name]), None):
             raise source.refusal(
                 f"{other} {ours[other]}",
-                f"and vLLM takes the target's, {theirs[other]}; train with init=auto and sizes of null, or export it "
-                "with format=sglang",
+                f"and vLLM takes {theirs[other]}; train with init=auto and sizes of null, train head=eagle3, or export "
+                "it with format=sglang",
             )
     tensors = {f"model.{their_name(name)}": tensor for name, tensor in source.weights().items()}
     projection = f"model.{LAYER}input_proj.weight"
