@@ -78,8 +78,8 @@ BUGS = [
     ),
     Bug(
         "inference/verification/sample.py",
-        "return torch.where(total > 0, left / total, target)",
-        "return torch.where(total > 0, left, target)",
+        "return torch.where(total > 0, left / total, otherwise)",
+        "return torch.where(total > 0, left, otherwise)",
         ["tests/inference/test_enumeration.py", "tests/inference/test_verify.py"],
     ),
     Bug(
