@@ -11,7 +11,8 @@ from itertools import chain
 from typing import Any
 
 from data.config import DataConfig
-from data.text.parts import REASONING, content_text
+from data.text.masks import reasoning_of, without_reasoning
+from data.text.parts import content_text
 from data.text.records import Record
 from heads.common.typed import Json
 
@@ -26,7 +27,7 @@ WORD = re.compile(rf"[^\W{SPACELESS}]+(?:[{MARKS}]+[^\W{SPACELESS}]*)*|[{SPACELE
 BETWEEN = dict.fromkeys(re.sub(rb"\w", b"", bytes(range(128))), " ")  # ASCII characters that are in no word
 
 COUNTERS = "records", "kept", "chats", "shapes"
-BESIDE = {"weight", "finish_reason", *REASONING}  # keys of an answer that a request does not repeat
+BESIDE = {"weight", "finish_reason"}  # keys of an answer that a request does not repeat
 SEEN = "with answers of earlier records as context"  # as a client sends them again in each request
 
 Gram = tuple[str, ...]  # consecutive words
@@ -142,9 +143,9 @@ def _keys(record: Record, by_answer: bool) -> dict[int, list[str]]:
     text = "" if record.messages or record.pretokenized else record.text
     before, keys = _hash([_folded(text), record.tools, record.pretokenized]), dict[int, list[str]]()
     for i, message in enumerate(record.messages):
-        content = {key: message[key] for key in message.keys() - BESIDE} | {"content": _folded(content_text(message))}
+        shown, thoughts = without_reasoning(message), reasoning_of(message)
+        content = {key: shown[key] for key in shown.keys() - BESIDE} | {"content": _folded(content_text(shown))}
         plain = _hash([before, content])
-        thoughts = [message[key] for key in REASONING if key in message]
         full = _hash([plain, thoughts]) if thoughts else plain
         if message["role"] == "assistant" and message.get("weight") != 0:
             keys[i] = [full, plain]

@@ -52,10 +52,11 @@ def test_copies_differ_in_case_and_white_space_alone(
     assert kept(config("f", dedup=False), [first, first])[0] == ["0", "1"]
 
 
-def test_an_answer_that_later_requests_repeat_is_trained_once(config: Config) -> None:
+@pytest.mark.parametrize("thoughts", [{"reasoning": "hm"}, {"content": "<think>hm</think>so"}])
+def test_an_answer_that_later_requests_repeat_is_trained_once(config: Config, thoughts: dict[str, str]) -> None:
     """Also where they leave its reasoning out; not with data.turns=last, which trains a chat's last answer alone."""
     asked, answer = ANSWERED["messages"]
-    thought, other = {**answer, "reasoning": "hm"}, {**answer, "content": "no"}
+    thought, other = {**answer, **thoughts}, {**answer, "content": "no"}
     chats = [asked, thought], [asked, answer, asked, other], [asked, other], [asked, answer, asked, other]
     parsed = [parse({"messages": chat}, i, "f") for i, chat in enumerate(chats)]
     first, longer, again = Filters(config("f"), [], [])(parsed)
