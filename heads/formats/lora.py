@@ -43,7 +43,7 @@ def read_adapter(folder: Path) -> Adapter:
     config = parsed_file(path, REMEDY)
     config = config if isinstance(config, dict) else {}
     base, rank, alpha = (config.get(key, 0) for key in ("base_model_name_or_path", "r", "lora_alpha"))
-    sized = all(type(size) is int and 0 < size <= LARGEST for size in (rank, alpha or 1))
+    sized = rank and all(type(size) is int and 0 <= size <= LARGEST for size in (rank, alpha))
     if config.get("peft_type") != "LORA" or not isinstance(base, str) or not sized:
         raise ValueError(f"{path}: not a head's adapter, which has peft_type LORA, whole r and lora_alpha, and a base")
     if odd := next((key for key in FURTHER if config.get(key)), None):

@@ -165,6 +165,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"r": 8}, "has not two factors of rank 8"),
     ({"use_dora": True}, "use_dora is True"),
     ({"lora_alpha": -(1 << 21)}, "not a head's adapter"),
+    ({"lora_alpha": ""}, "not a head's adapter"),
     ({"rank_pattern": {"(a+)+b": 8}}, "rank_pattern"),
     ({"base_model_name_or_path": "/etc"}, "no name of the Hub"),
     ({"base_model_name_or_path": REPO}, "an adapter itself"),
