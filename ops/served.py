@@ -323,7 +323,7 @@ class Server(Metrics):
 
     def send(self, request: Question, settings: Record) -> Answer:
         """Send a request once and return the answer; refuse a missing or malformed answer."""
-        more = {"return_meta_info": True} if self.engine == SGLANG else {}
+        more = {"return_spec_tokens_details": True} if self.engine == SGLANG else {}
         body = {"model": self.model, **request.body, **settings, "n": 1, **STREAMED, **more, **self.config.extra}
         begin = time.perf_counter()
         try:

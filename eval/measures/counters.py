@@ -3,8 +3,8 @@
 vLLM counts forward passes that verified a draft (`vllm:spec_decode_num_drafts`), drafted and accepted tokens, and
 passes that accepted each position; passes without a draft are not counted. SGLang counts every forward pass
 (`sglang:spec_verify_calls`) and reports the width of its tree, root included. Both can report on each request: vLLM
-under `--per-request-spec-decode-metrics`, SGLang as `meta_info`. llama.cpp (`--metrics`) counts as vLLM does, under its
-own prefix, but only finished requests.
+under `--per-request-spec-decode-metrics`, SGLang under `return_spec_tokens_details`. llama.cpp (`--metrics`) counts as
+vLLM does, under its own prefix, but only finished requests.
 
 Here a pass is any forward pass of the target after the prefill, with or without a draft; it commits the accepted tokens
 and a bonus token. Engines count accepted tokens beyond an answer's end as accepted, and so do these functions.
@@ -135,12 +135,14 @@ def verified(passes: int, drafted: int | None, accepted: int, by_depth: tuple[in
 def of_reply(reply: Mapping[str, Any], decoded: int) -> SpecDecodingStats | None:
     """Return the counts in a reply or an event, given its tokens after the first; None if missing or inconsistent.
 
-    vLLM has them in `metrics.speculative_decoding`, SGLang in `meta_info` of the only choice.
+    vLLM has them in `metrics.speculative_decoding`, SGLang in `sglext.spec_tokens_details`, or in `meta_info` of the
+    only choice, which it does not stream (0.5.23).
     """
     record, choices = at(reply, "metrics/speculative_decoding"), reply.get("choices")
     if isinstance(record, dict):
         return _read(record, VLLM_KEYS, decoded)
-    record = at(choices[0], "meta_info") if isinstance(choices, list) and choices else None
+    record = at(reply, "sglext/spec_tokens_details")
+    record = record or (at(choices[0], "meta_info") if isinstance(choices, list) and choices else None)
     return _read(record, SGLANG_KEYS, decoded) if isinstance(record, dict) else None
 
 

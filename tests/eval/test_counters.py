@@ -167,6 +167,7 @@ def test_a_reply_of_sglangs_tells_of_its_drafts() -> None:
         "spec_correct_drafts_histogram": [1, 1, 1, 1],
     }  # fmt: skip
     assert of_reply({"choices": [{"meta_info": told}]}, 10) == verified(4, 12, 6, (3, 2, 1))
+    assert of_reply({"choices": [], "sglext": {"spec_tokens_details": told}}, 10) == verified(4, 12, 6, (3, 2, 1))
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,9 @@ class Handler(Pages, BaseHTTPRequestHandler):
             server.most = max(server.most, server.together)
         try:
             server.before(body)
+            if server.engine == "sglang" and body.get("stream") and body.get("return_meta_info"):
+                self.send(400, "return_meta_info is not supported with streaming")  # SGLang 0.5.23
+                return
         except RuntimeError as error:
             self.send(500, str(error))
             return
@@ -196,9 +199,9 @@ class Handler(Pages, BaseHTTPRequestHandler):
             last = place + 1 == len(tokens)
             piece: dict[str, Any] = {"delta": {"content": token}} if chat else {"text": token}
             piece |= {"index": 0, "finish_reason": "length" if last else None}
-            if last and self.server.detailed and self.server.engine == "sglang" and body.get("return_meta_info"):
-                piece["meta_info"] = meta
             yield {"id": "c", "model": body["model"], "choices": [piece]}
+        if self.server.detailed and self.server.engine == "sglang" and body.get("return_spec_tokens_details"):
+            yield {"id": "c", "model": body["model"], "choices": [], "sglext": {"spec_tokens_details": meta}}
         usage = {"prompt_tokens": 5, "completion_tokens": len(tokens), "total_tokens": 5 + len(tokens)}
         more = {"metrics": {"speculative_decoding": told}} if self.detailed_vllm() else {}
         yield {"id": "c", "model": body["model"], "choices": [], "usage": usage, **more}
@@ -210,10 +213,9 @@ class Handler(Pages, BaseHTTPRequestHandler):
     def whole(self, tokens: list[str], events: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the reply that is not streamed."""
         text = "".join(tokens)
-        last = events[-2]["choices"][0]
+        last = next(event["choices"][0] for event in reversed(events) if event["choices"])
         said = {"message": {"role": "assistant", "content": text}} if "delta" in last else {"text": text}
-        kept = {key: value for key, value in last.items() if key in ("finish_reason", "meta_info")}
-        return events[-1] | {"choices": [{"index": 0, **said, **kept}]}
+        return events[-2] | events[-1] | {"choices": [{"index": 0, **said, "finish_reason": last["finish_reason"]}]}
 
     def stream(self, events: list[dict[str, Any]]) -> None:
         """Send server-sent events."""
