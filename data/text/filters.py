@@ -27,8 +27,8 @@ WORD = re.compile(rf"[^\W{SPACELESS}]+(?:[{MARKS}]+[^\W{SPACELESS}]*)*|[{SPACELE
 BETWEEN = dict.fromkeys(re.sub(rb"\w", b"", bytes(range(128))), " ")  # ASCII characters that are in no word
 
 COUNTERS = "records", "kept", "chats", "shapes"
-BESIDE = {"weight", "finish_reason"}  # keys of an answer that a request does not repeat
-SEEN = "with answers of earlier records as context"  # as a client sends them again in each request
+NOT_REPEATED = {"weight", "finish_reason"}  # keys of an answer that a later request does not have
+SEEN = "with answers of earlier records as context"  # clients send them again in each request
 
 Gram = tuple[str, ...]  # consecutive words
 
@@ -144,7 +144,7 @@ def _keys(record: Record, by_answer: bool) -> dict[int, list[str]]:
     before, keys = _hash([_folded(text), record.tools, record.pretokenized]), dict[int, list[str]]()
     for i, message in enumerate(record.messages):
         shown, thoughts = without_reasoning(message), reasoning_of(message)
-        content = {key: shown[key] for key in shown.keys() - BESIDE} | {"content": _folded(content_text(shown))}
+        content = {key: shown[key] for key in shown.keys() - NOT_REPEATED} | {"content": _folded(content_text(shown))}
         plain = _hash([before, content])
         full = _hash([plain, thoughts]) if thoughts else plain
         if message["role"] == "assistant" and message.get("weight") != 0:

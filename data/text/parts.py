@@ -41,7 +41,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning", "tool_plan")  # most 
 GIVEN = ("arguments", "parameters")  # fields of calls and function definitions in which null is a value
 CALLERS = ("function_call", "tool_call")  # ShareGPT's and ms-swift's roles for a tool call in JSON
 CONTENTS = ("parts", "content", "contents", "value")
-EARLIER = {"reasoning": {"text", "call"}, "text": {"call"}}  # kind of part -> kinds that a turn does not have before it
+NEW_TURN = {"reasoning": {"text", "call"}, "text": {"call"}}  # kind of part -> kinds after which it begins a turn
 SCHEMAS = ("input_schema", "inputSchema", "parametersJsonSchema", "parameters_json_schema")
 SPEAKERS = ROLES.keys() - {*CALLERS}
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
@@ -241,8 +241,9 @@ def _messages(raw: Message) -> Iterator[Message]:
     for i, piece in enumerate([*parts, *({**call, "type": "function_call"} for call in others)]):
         before = {*by_kind}
         kind = _take(piece, by_kind)
-        if role == "assistant" and before & EARLIER.get(kind, set()) and "tool_calls" not in raw:
-            rest = {key: value for key, value in raw.items() if key not in CONTENTS}  # another turn, as in Responses
+        if role == "assistant" and before & NEW_TURN.get(kind, set()) and "tool_calls" not in raw:
+            # Two turns, which the Responses API has as two items.
+            rest = {key: value for key, value in raw.items() if key not in CONTENTS}
             yield from _messages({key: rest[key] for key in rest.keys() - FINISH} | {"content": parts[:i]})
             yield from _messages({**rest, "content": parts[i:]})
             return

@@ -103,10 +103,10 @@ def chat_of(raw: Raw) -> Chat | None:
         kind = str(at(raw, field)).strip('"')
         if kind.upper() in NO_CALLS and (field != "type" or kind.isupper() or raw.keys() & TRACES):
             raise LeftOutError(STEP)
-    replies = at(raw, "inputs/messages") and isinstance(raw.get("output"), dict | None)
-    # Weave's, of any function.
-    if "op_name" in raw and not ((replies or at(raw, "inputs/model")) and _asked(at(raw, "inputs"), False)):
-        raise LeftOutError(STEP)
+    if "op_name" in raw:  # Weave logs every function, and calls of models among them
+        replies = at(raw, "inputs/messages") and isinstance(raw.get("output"), dict | None)
+        if not ((replies or at(raw, "inputs/model")) and _asked(at(raw, "inputs"), False)):
+            raise LeftOutError(STEP)
     label = raw.get("label") if raw.keys() & {"completion", "messages"} else None
     if raw.get("kto_tag", label) in (False, "0", "False", "false"):  # KTO's bad answer: TRL, ms-swift, LLaMA-Factory
         raise LeftOutError("an answer that is marked as bad")
