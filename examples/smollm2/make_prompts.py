@@ -9,6 +9,7 @@ openai/gsm8k's training questions; of each the first LIMIT first questions are t
 
 import importlib
 import inspect
+import itertools
 import json
 import random
 import sys
@@ -19,6 +20,7 @@ if __name__ == "__main__":
 
 from data.text.prompts import load_prompts
 from heads.common.errors import user_errors
+from heads.common.progress import Bar
 from inference.api import load
 from inference.decode import RequestParams, speculate
 from inference.target.target import Target
@@ -41,7 +43,11 @@ def own_questions(target: Target) -> list[str]:
     chat = target.tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     start = target.tokenizer(chat[: chat.index(mark)], add_special_tokens=False).input_ids
     settings = [RequestParams(LONGEST, Sampling(1.0, 0, 0.95), seed=seed) for seed in range(OWN)]
-    answers = speculate(target, load(None, target=target)[1], [start] * OWN, settings, batch_size=64)
+    written = itertools.count(1)
+    with Bar(OWN * LONGEST, "own questions, tokens at most") as bar:
+        answers = speculate(
+            target, load(None, target=target)[1], [start] * OWN, settings, lambda *_: bar.show(next(written)), 64
+        )
     texts = [target.tokenizer.decode(answer.tokens[:-1]).strip() for answer in answers if answer.finish_reason == "eos"]
     return [*{text.lower(): text for text in texts if len(text) >= 15}.values()]
 
