@@ -21,8 +21,9 @@ def _by_name(**names: str) -> dict[str, str]:
 
 
 ROLES = _by_name(
-    user="user human HumanMessage HumanMessageChunk",
-    assistant="assistant gpt chatgpt bing bard model chatbot function_call tool_call ai AIMessage AIMessageChunk",
+    user="user human HumanMessage HumanMessageChunk UserMessage",
+    assistant="assistant gpt chatgpt bing bard model chatbot function_call tool_call ai message AIMessage "
+    "AIMessageChunk AssistantMessage",
     tool="tool observation function tool_response ToolMessage FunctionMessage",
     system="system SystemMessage",
 )
@@ -31,7 +32,7 @@ PARTS = _by_name(  # a part's type, or its key in Bedrock and Gemini -> its kind
     reasoning="thinking reasoning reasoningContent reasoning_content reasoning_text reasoning.text",
     call="tool_use tool-call tool_call toolUse functionCall function_call custom_tool_call",
     result="tool_result tool-result tool_call_response toolResult functionResponse function_response "
-    "function_call_output custom_tool_call_output",
+    "function_call_output custom_tool_call_output function_result tool_call_result",
     hidden="redacted_thinking redactedContent reasoning.encrypted reasoning.summary",
     refusal="refusal",
     nothing="cachePoint cache_point",
@@ -40,7 +41,7 @@ RESULTS = ("json", "error-json", "error-text", "content")  # types of a tool's r
 REASONING = ("reasoning_content", "thinking", "reasoning", "tool_plan")  # most servers; gpt-oss; newer servers; Cohere
 GIVEN = ("arguments", "parameters")  # fields of calls and function definitions in which null is a value
 CALLERS = ("function_call", "tool_call")  # ShareGPT's and ms-swift's roles for a tool call in JSON
-CONTENTS = ("parts", "content", "contents", "value")
+CONTENTS = ("parts", "content", "contents", "value", "text", "blocks", "items")
 NEW_TURN = {"reasoning": {"text", "call"}, "text": {"call"}}  # kind of part -> kinds after which it begins a turn
 SCHEMAS = ("input_schema", "inputSchema", "parametersJsonSchema", "parameters_json_schema")
 SPEAKERS = ROLES.keys() - {*CALLERS}
@@ -53,12 +54,11 @@ ENDS = ("stop", "end_turn", "eos", "eos_token", "tool_use", "tool_calls")  # sto
 WEIGHTS = {"weight", "training", "train", "loss"}  # fields by which a message is not trained: OpenAI's; others'
 # Fields of a message that templates do not read: bookkeeping of replies, and fields renamed here.
 BOOKKEEPING = {
-    "from", "value", "parts", "type", "id", "model", "usage", "status", "stop_reason", "stop_sequence",
-    "stop_details", "phase", "container", "logprobs", "refusal", "annotations", "function_call", "tool_calls",
-    "provider_specific_fields", "thinking_blocks", "finish_reason", "weight", "reasoning_details",
-    "additional_kwargs", "response_metadata", "usage_metadata", "invalid_tool_calls", "example", "tool_call_chunks",
-    "contents", "tool_call_ids", "is_demo", "function_call_name", "function_call_arguments_json",
-    *WEIGHTS, *REASONING,
+    "from", "type", "id", "model", "usage", "status", "stop_reason", "stop_sequence", "stop_details", "phase",
+    "container", "logprobs", "refusal", "annotations", "function_call", "tool_calls", "provider_specific_fields",
+    "thinking_blocks", "finish_reason", "reasoning_details", "additional_kwargs", "response_metadata", "usage_metadata",
+    "invalid_tool_calls", "example", "tool_call_chunks", "tool_call_ids", "is_demo", "function_call_name",
+    "function_call_arguments_json", *CONTENTS, *WEIGHTS, *REASONING,
 }  # fmt: skip
 REASONS = _by_name(  # a reason for which an answer ended -> OpenAI's name of it; any other is a stop
     length="length max_tokens max_output_tokens model_context_window_exceeded stop_sequence pause_turn model_length "
@@ -116,7 +116,7 @@ def finish_reasons(fields: Message) -> list[str]:
     """Return the reasons for which a reply or a message ended, by OpenAI's names."""
     given = [fields[key] for key in fields.keys() & FINISH if fields[key] and fields[key] != "NONE"]  # a guardrail's
     given += [f"enum_{fields[key]}" for key in ("finish_reason", "finishReason") if type(fields.get(key)) is int]
-    matched = (fields.get("stop_reason") or fields.get("matched_stop")) if "finish_reason" in fields else None
+    matched = first(fields, ("stop_reason", "matched_stop")) if "finish_reason" in fields else None
     given += ["stop_sequence"] * (isinstance(matched, str) and matched not in ENDS)  # vLLM's and SGLang's stop string
     holders = [value if isinstance(value, dict) else {"": value} for value in given]
     holders += [inner for holder in holders for inner in holder.values() if isinstance(inner, dict)]
@@ -206,11 +206,11 @@ def _messages(raw: Message) -> Iterator[Message]:
     if raw.keys() == {"role", "content"} and raw["role"] in SPEAKERS and isinstance(raw["content"], str):
         yield {**raw, "role": ROLES[raw["role"]]}  # most messages, in a fifth of the time
         return
-    inner = raw.get("kwargs", raw.get("data"))
+    inner = first(raw, ("kwargs", "data"))
     if isinstance(inner, dict):  # LangChain's message, serialised or as a dict
         raw = {"role": raw["id"][-1] if "lc" in raw else raw["type"], **inner}  # ChatMessage has a role
     if isinstance(more := raw.get("additional_kwargs"), dict):  # LangChain's extra fields, unless the message has them
-        names = "tool_calls", "function_call", "refusal", *REASONING
+        names = "tool_calls", "function_call", "tool_call_id", "refusal", *REASONING
         raw |= {key: more[key] for key in names if more.get(key) and not raw.get(key)}
     if raw.get("toolInvocations") and not raw.get("parts"):
         raise unread("toolInvocations")
@@ -218,7 +218,7 @@ def _messages(raw: Message) -> Iterator[Message]:
         for step in _steps(raw):
             yield from _messages(step)
         return
-    name = raw.get("role") or raw.get("from") or raw.get("type") or ("user" if "parts" in raw else raw["type"])
+    name = first(raw, ("role", "from", "type")) or ("user" if "parts" in raw else raw["type"])
     role = ROLES.get(name) or ROLES.get(name.lower(), name)
     role = "tool" if role == "user" and "tool_call_id" in raw else role  # OpenInference's, of Anthropic's results
     if name == raw.get("type") and name not in ROLES:
@@ -226,6 +226,8 @@ def _messages(raw: Message) -> Iterator[Message]:
     fields = filled({key: value for key, value in raw.items() if key not in BOOKKEEPING}, GIVEN)
     if media := media_in(raw):
         raise unread(media)
+    if role == "user" and raw.keys().isdisjoint(CONTENTS):
+        raise BadSampleError("a user's message without a text that is read")
     content = first(raw, CONTENTS, "")
     if name in CALLERS and isinstance(content, str):
         value = parsed(content)
@@ -241,9 +243,9 @@ def _messages(raw: Message) -> Iterator[Message]:
     for i, piece in enumerate([*parts, *({**call, "type": "function_call"} for call in others)]):
         before = {*by_kind}
         kind = _take(piece, by_kind)
-        if role == "assistant" and before & NEW_TURN.get(kind, set()) and "tool_calls" not in raw:
-            # Two turns, which the Responses API has as two items.
-            rest = {key: value for key, value in raw.items() if key not in CONTENTS}
+        begins = before & NEW_TURN.get(kind, set()) and (kind == "text" or piece is not parts[-1])  # OpenLLMetry's
+        if role == "assistant" and begins and "tool_calls" not in raw:
+            rest = {key: value for key, value in raw.items() if key not in CONTENTS}  # two turns, as Responses' items
             yield from _messages({key: rest[key] for key in rest.keys() - FINISH} | {"content": parts[:i]})
             yield from _messages({**rest, "content": parts[i:]})
             return
@@ -258,8 +260,7 @@ def _messages(raw: Message) -> Iterator[Message]:
     if raw.get("refusal") or "refusal" in by_kind:
         raise LeftOutError("a refusal")
     details: dict[str, list[Any]] = {}
-    # OpenRouter's entries mark a summary of the reasoning, LiteLLM's a redacted one.
-    for piece in raw.get("reasoning_details") or raw.get("thinking_blocks") or ():
+    for piece in first(raw, ("reasoning_details", "thinking_blocks"), ()):  # OpenRouter's, also summaries; LiteLLM's
         _take(piece, details)
     thought = "".join(by_kind.get("reasoning", ()))
     result = {**fields, "role": role, "content": "".join(by_kind.get("text", ()))}
@@ -316,12 +317,12 @@ def _steps(raw: Message) -> Iterator[Message]:
 def _take(piece: Message, by_kind: dict[str, list[Any]]) -> str:
     """Add a part's content to the lists of its kind, and return the kind."""
     piece = {key: value for key, value in piece.get("message_content", piece).items() if value is not None}
-    name = piece.get("type") or piece.get("kind")  # Pydantic AI's
+    name = first(piece, ("type", "kind", "block_type", "content_type"))  # Pydantic AI's; LlamaIndex'; Semantic Kernel's
     name = name or next((key for key in piece if key in PARTS), next(iter(piece), "none"))
     kind, inner = PARTS.get(name, str(name)), piece.get(name)
     body: Any = inner if isinstance(inner, dict) else piece
     if kind == "text":
-        body = piece.get("text", piece.get("content", ""))
+        body = first(piece, ("text", "content"), "")
         if not isinstance(body, str):
             raise TypeError("a text part holds no text")
         kind = "nothing" if not body else "reasoning" if piece.get("thought") is True else "text"  # Gemini
@@ -341,13 +342,12 @@ def _take(piece: Message, by_kind: dict[str, list[Any]]) -> str:
 def _call(call: Message) -> Message:
     """Return a call in OpenAI's format, except that the arguments are an object, as chat templates expect."""
     call = filled(call, (*GIVEN, "input", "args"))
-    function = dict(call.get("function") or call.get("custom") or {"name": call.get("name", call.get("toolName"))})
+    function = dict(first(call, ("function", "custom"), {"name": first(call, ("name", "toolName", "tool_name"))}))
     if not function.get("name"):
         raise unread(f"{call.get('type', 'call')} without a name")
-    names = "arguments", "input", "args"
-    given = next((holder.pop(key) for holder in (function, call) for key in names if key in holder), None)
-    if given is not None:  # OpenAI encodes them as JSON text
-        function["arguments"] = parsed(given)
+    names = "arguments", "input", "args", "tool_kwargs"
+    given = next((holder.pop(key) for holder in (function, call) for key in names if key in holder), {})
+    function["arguments"] = parsed(given)  # OpenAI encodes them as JSON text
     ids = {"id": identity} if (identity := first(call, IDS)) else {}
     return {"type": "function", **ids, "function": filled(function, GIVEN)}
 
@@ -360,7 +360,7 @@ def tools_of(value: Any) -> tuple[Message, ...]:
     tools: Messages = []
     several = (tool.get("functionDeclarations", tool.get("function_declarations", [tool])) for tool in listed)
     for given in (filled(tool, (*GIVEN, "input_schema")) for declared in several for tool in declared):
-        tool = parsed(given.get("toolSpec", given.get("json_schema", given)))
+        tool = parsed(first(given, ("toolSpec", "json_schema"), given))
         if "cachePoint" in tool:
             continue
         if "function" not in tool and "name" in tool:

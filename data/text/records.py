@@ -6,8 +6,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from data.text.files import Raw
-from data.text.parts import REASONS, BadSampleError, LeftOutError, Messages
-from data.text.shapes import ANSWERS, QUESTIONS, SHAPES, Chat, chat_of
+from data.text.parts import REASONS, BadSampleError, LeftOutError, Messages, first
+from data.text.shapes import ANSWERS, QUESTIONS, SHAPES, TURNS, Chat, chat_of
 from data.text.streams import at
 
 IDS = (
@@ -149,7 +149,7 @@ def read(raw: Raw, index: int, path: str) -> Record:
         chat, error = None, caught
     except (TypeError, KeyError, AttributeError, IndexError, ValueError):
         chat, error = None, _unknown(raw)
-    if chat is None and error is None and not (isinstance(raw.get("text"), str) or pretokenized):
+    if chat is None and error is None and not pretokenized and ("role" in raw or not isinstance(raw.get("text"), str)):
         error = _unknown(raw)
     if not isinstance(text, str):
         text, error = "", error if chat else _unknown(raw)
@@ -182,7 +182,7 @@ def to_known_shape(raw: Raw, index: int, path: str) -> Raw:
         return raw
     if isinstance(raw.get("article"), str) and "highlights" in raw:
         return {**raw, "prompt": SUMMARIZE.format(raw["article"])}
-    turns = raw.get("turns") or raw.get("prompt")
+    turns = first(raw, TURNS)
     if isinstance(turns, list):
         turns = [turn.get("content") if isinstance(turn, dict) else turn for turn in turns]  # Arena-Hard has dicts
         if all(isinstance(turn, str) for turn in turns):

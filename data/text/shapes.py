@@ -22,8 +22,10 @@ SHAPES = (
     ("Helicone", "request_body", "response_body"),
     ("LangSmith run", "inputs", "outputs"),
     ("Weave call", "inputs", "output"),
+    ("request and response", "attributes/input", "attributes/output"),
     ("OpenTelemetry gen_ai span", "attributes", "attributes/gen_ai.output.messages"),
     ("MLflow span", "attributes/mlflow.spanInputs", "attributes/mlflow.spanOutputs"),
+    ("request and response", "span_data", "span_data/output"),
     ("request and response", "request", "response"),
     ("LiteLLM spend log", "proxy_server_request", "response"),
     ("request and response", "requestBody", "responseBody"),
@@ -41,7 +43,7 @@ SHAPES = (
 )
 CHATS = (
     "messages", "conversations", "contents", "gen_ai.input.messages", "input", "prompt", "turns", "body",
-    "kwargs", "conversation",
+    "kwargs", "conversation", "values",
 )  # fmt: skip
 TURNS = ("turns", "prompt")  # of them those whose texts are a user's turns
 SYSTEM = (
@@ -54,8 +56,8 @@ TOOLS = (
     "model_parameters/tools", "optional_params/tools", "extra/invocation_params/tools",
     "metadata/tools", "kwargs/tools", "attributes/mlflow.chat.tools", "attributes/invocation_params/tools",
 )  # fmt: skip
-QUESTIONS = ("prompt", "question", "instruction")
-ANSWERS = ("answer", "output", "response", "completion", "chosen")
+QUESTIONS = ("prompt", "question", "instruction", "query")
+ANSWERS = ("answer", "output", "response", "completion", "chosen", "generation")
 HOLDERS = (
     "choices", "candidates", "generations", "output", "message", "content", "gen_ai.output.messages",
     "messages", "streamed_data", "chunks", "outputs",
@@ -69,19 +71,20 @@ MODELS = (
 )  # fmt: skip
 EARLIER = ("previous_response_id", "conversation", "cachedContent", "cached_content")  # what the server has
 TRACES = {"trace_id", "traceId", "parentRunId"}  # keys of a trace's step
-# Keys with a trace span's kind, and the kinds that are no model calls: some pair a prompt with a program's output,
-# others repeat a call that has its own span.
+# Keys with a span's kind, and the kinds that call no model: a program's output, or a call that has its own span.
 STEPS = (
     "type", "run_type", "span_kind", "attributes/gen_ai.operation.name", "attributes/openinference.span.kind",
     "attributes/traceloop.span.kind", "attributes/mlflow.spanType", "span_attributes/type", "attributes/weave/kind",
+    "attributes/span_kind", "span_data/type",
 )  # fmt: skip
 NO_CALLS = {
     "SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL", "RERANKER",
     "PROMPT", "PARSER", "WORKFLOW", "TASK", "EMBEDDINGS", "EXECUTE_TOOL", "INVOKE_AGENT", "CREATE_AGENT",
-    "INVOKE_WORKFLOW", "FUNCTION", "SCORE", "EVAL", "SEARCH",
+    "INVOKE_WORKFLOW", "FUNCTION", "SCORE", "EVAL", "SEARCH", "RETRIEVAL",
 }  # fmt: skip
 TAGGED = re.compile(r"\s*<(reasoning|thought)>(.*?)</\1>\s*", re.DOTALL)  # reasoning of Bedrock's gpt-oss; of Gemini
 RENDERED = re.compile(  # what a chat template, or a client of an older API, writes between turns
+    r"\A<(?:user|system)>\n|"  # Continue's
     r"<\|(?:im_start|start_header_id|start|user|begin_of_text)\|>|\[INST\]|<start_of_turn>|\n\nHuman:|<\uff5cUser\uff5c>"
 )
 
@@ -130,7 +133,7 @@ def chat_of(raw: Raw) -> Chat | None:
                 nearly.append((missing.split("/")[0] in raw, f"{name}, but has no {missing} with messages{other}"))
             continue
         request, items = holder
-        roles = [parts.ROLES.get(str(item.get("role") or item.get("from")).lower()) for item in items]
+        roles = [parts.ROLES.get(str(parts.first(item, ("role", "from"))).lower()) for item in items]
         whole = roles[-1] == "assistant"
         if name == "preference pair" and "user" not in roles:
             continue
@@ -139,12 +142,12 @@ def chat_of(raw: Raw) -> Chat | None:
         if whole and reply_path:
             raise BadSampleError("an answer behind a prefilled one", "its answer continues one that the request begins")
         return _chat(name, raw, request, items, reply if reply_path else None)
-    question = next((key for key in (*QUESTIONS, *["input"] * ("output" in raw)) if isinstance(raw.get(key), str)), "")
+    question = next((key for key in (*QUESTIONS, *["input"] * ("output" in raw)) if isinstance(at(raw, key), str)), "")
     if question:
         reply = parts.first(raw, ANSWERS)
         pairs = [zip(("user", "assistant"), list.copy(pair), strict=True) for pair in raw.get("history") or ()]
         earlier = [{"role": role, "content": text} for pair in pairs for role, text in pair]
-        further = raw.get("input") or raw.get("context") if question == "instruction" else ""
+        further = parts.first(raw, ("input", "context")) if question == "instruction" else ""
         message = _question(f"{raw[question]}\n\n{further}" if further else raw[question])
         return _chat("question and answer", raw, raw, [*earlier, message], reply)
     if nearly:
@@ -191,8 +194,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     if "gen_ai.input.messages" in request and isinstance(reply, list):  # each choice is a chat
         reason = next(iter(parts.parsed(request.get("gen_ai.response.finish_reasons")) or ()), None)
         thought = "".join(one["content"] for one in reply if one.get("role") == "thinking") or None  # OpenLLMetry's
-        # google-genai's role is empty.
-        spoken = ({"reasoning": thought, **one, "role": one.get("role") or "assistant"} for one in reply)
+        spoken = ({"reasoning": thought, **one, "role": one.get("role") or "assistant"} for one in reply)  # Gemini's
         reply = [{"message": one, "finish_reason": reason} for one in spoken if one["role"] != "thinking"]
     if reply is not None:
         replied = _answered(reply, notes, reasons_in(raw.get("metadata")))  # Langfuse's and Braintrust's

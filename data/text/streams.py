@@ -5,7 +5,7 @@ from collections.abc import Set
 from typing import Any
 
 from data.text.files import Raw
-from data.text.parts import LeftOutError, finish_reasons, parsed
+from data.text.parts import LeftOutError, finish_reasons, first, parsed
 
 ERRORS = {"error", "errors", "errorCode", "error.type", "error_str", "exception"}
 STATUS = {"status_code", "response_status", "status", "level", "type"}
@@ -23,7 +23,7 @@ LOGGED = [  # keys by which a JSON text is recognised as a request or a reply
     for keys in (
         "messages", "contents", "choices", "candidates", "generations", "role content", "role parts", "role tool_calls",
         "model input", "object output", "output stopReason", "model done", "type call_id",
-        "type content additional_kwargs",
+        "type content additional_kwargs", "args kwargs",
     )
 ]  # fmt: skip
 # Fields of a stream that are replaced, not appended.
@@ -121,7 +121,7 @@ def joined(reply: Any, notes: list[str]) -> Any:
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         return reply
     events = [parsed(event["data"]) if event.keys() <= {"event", "data", "id"} else event for event in events]
-    events = [next((event[name] for name in CONVERSE if name in event), event) for event in events]
+    events = [first(event, CONVERSE, event) for event in events]
     choices = [choice for event in events for key in CHOICES for choice in event.get(key) or ()]
     stream_keys = EVENTS - {"done"} if any({"role", "done"} <= event.keys() for event in events) else EVENTS
     are_whole = any(event.keys() >= {"delta", "message"} for event in events)  # Helicone's choices
@@ -159,7 +159,7 @@ def joined(reply: Any, notes: list[str]) -> Any:
             item = items.setdefault(event.get("output_index", 0), {**UNFINISHED})
             _merge(item, {"content": delta if kind == "response.output_text.delta" else None})
             items |= {event["output_index"]: event["item"]} if kind == "response.output_item.done" else {}
-        elif begun := event.get("content_block", event.get("start")):
+        elif begun := first(event, ("content_block", "start")):
             blocks[index] = {key: {**value} if isinstance(value, dict) else value for key, value in begun.items()}
         elif isinstance(delta, dict):
             _merge(message if index is None else blocks.setdefault(index, {}), {**delta, "type": None})

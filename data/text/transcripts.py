@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from data.text.files import Raw
-from data.text.parts import PARTS, parsed, reasons_in
+from data.text.parts import PARTS, first, parsed, reasons_in
 from data.text.streams import at
 
 Records = list[Raw]
@@ -32,7 +32,7 @@ OTHER_NAMES = {  # prefixes of flat lists (`PREFIX.0.…`) in other conventions 
     "llm.tools": "gen_ai.tool.definitions",
 }
 ITEM = ("message", "tool_call", "message_content", "tool")  # names around an item of OpenInference's lists
-MLFLOW = {"mlflow.spanInputs", "mlflow.spanOutputs", "mlflow.chat.tools"}  # attributes in JSON, texts too
+IN_JSON = {"mlflow.spanInputs", "mlflow.spanOutputs", "mlflow.chat.tools", "gen_ai.usage.raw"}  # texts too; Logfire's
 EVENT = re.compile(r"gen_ai\.(?:(system|user|assistant|tool)\.message|(choice))")  # of a span, before its attributes
 STATUS_ERROR = (2, "2", "ERROR", "STATUS_CODE_ERROR")
 # Lists of records in a record: of traces, of CloudWatch, of a batch's requests.
@@ -165,7 +165,7 @@ def _codex(lines: Records) -> Yielded:
             meta = meta | payload
         elif kind in ("session_meta", "compacted"):
             if items:
-                instructions = (meta.get("base_instructions") or {}).get("text") or meta.get("instructions") or ""
+                instructions = at(meta, "base_instructions/text") or meta.get("instructions") or ""
                 left = [item for item in items if item.get("type") not in COMPACTED]
                 earlier = len(items) - len(left)
                 yield {**meta, "codex": {"instructions": instructions, "input": left, "previous_response_id": earlier}}
@@ -210,7 +210,7 @@ def _spans(lines: Records) -> Yielded:
         given = [*record.get("attributes", ()), *(at(record, "body/kvlistValue/values") or ())]
         span["events"].append({"name": record.get("eventName", _fields(record).get("event.name")), "attributes": given})
     for span in [*inner(scopes, "spans"), *by_span.values()]:
-        named = {"id": span.get("spanId") or span.get("span_id")}
+        named = {"id": first(span, ("spanId", "span_id"))}
         events = [{"name": event.get("name"), "attributes": _fields(event)} for event in span.get("events", ())]
         yield from _span([{"kind": 0, **span, **named, "attributes": _fields(span), "events": events}])
 
@@ -261,15 +261,15 @@ def _span(lines: Records) -> Yielded:
     response = parsed(given.get("output.value") or at(given, "output/value"))
     reason = given.get("llm.finish_reason") or tree.get("llm.finish_reason")  # OpenInference's, since April 2026
     given.setdefault("gen_ai.response.finish_reasons", [reason] if reason else reasons_in(response))
-    given |= {name: parsed(given[name]) for name in MLFLOW & given.keys()}
+    given |= {name: parsed(given[name]) for name in IN_JSON & given.keys()}
     match given.get("mlflow.spanOutputs"):
         case [str(answer)]:  # DSPy's
             given["mlflow.spanOutputs"] = answer
     request = parsed(given.get("input.value"))
     if (at(response, "object") == "response" or not tree) and isinstance(request, dict):
         raw, lists = {**raw, "request": request, "response": response}, {}  # its items were flattened as choices
-    given = lists | given
-    is_chat = "request" in raw or given.keys() & {"gen_ai.input.messages", "gen_ai.output.messages", *MLFLOW}
+    given = {"gen_ai.output.messages": []} | lists | given
+    is_chat = "request" in raw or given.keys() & {"gen_ai.input.messages", *IN_JSON}
     yield {**raw, "attributes": given} if is_chat or not raw.keys() & {"kind", "traceId"} else {"type": "SPAN"}
 
 
