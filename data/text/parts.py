@@ -331,7 +331,8 @@ def _take(piece: Message, by_kind: dict[str, list[Any]]) -> str:
         value = first(text, ("thinking", "text", "content", "reasoning"), "")
         if isinstance(value, list):  # a Responses item's own reasoning; its summary is by another model
             value = [{"text": item["text"]} for item in value]
-        value = "" if '"type": "summary_text"' in value else value  # OpenLLMetry's, in JSON
+        elif '"type": "summary_text"' in value or str(text.get("id")).startswith("rs_"):  # OpenLLMetry's, LangChain's
+            value = ""
         kind, body = "reasoning" if value else "hidden", text_of(value)
     elif kind not in ("call", "result", "hidden", "nothing", "refusal"):
         raise unread(kind)
@@ -364,7 +365,7 @@ def tools_of(value: Any) -> tuple[Message, ...]:
         if "cachePoint" in tool:
             continue
         if "function" not in tool and "name" in tool:
-            schema = next((tool[key] for key in SCHEMAS if key in tool), None)
+            schema = first(tool, SCHEMAS)
             schema = schema["json"] if isinstance(schema, dict) and "json" in schema else schema  # Bedrock's
             function = {key: value for key, value in tool.items() if key not in ("type", "cache_control", *SCHEMAS)}
             tool = {"type": "function", "function": function | ({} if schema is None else {"parameters": schema})}
