@@ -165,7 +165,7 @@ def text_of(value: Any) -> str:
 def _part_text(piece: Message) -> str:
     if PARTS.get(piece.get("type") or next(iter(piece), "")) == "nothing":
         return ""
-    default = next((key for key in piece if key in MEDIA), "text" if "text" in piece else "json")
+    default = media_in(piece) or ("text" if "text" in piece else "json")
     kind = piece.get("type") or default
     if PARTS.get(kind) == "text":
         return text_of(first(piece, ("text", "content", "value")))
@@ -219,13 +219,15 @@ def _messages(raw: Message) -> Iterator[Message]:
             yield from _messages(step)
         return
     name = first(raw, ("role", "from", "type")) or ("user" if "parts" in raw else raw["type"])
-    role = ROLES.get(name) or ROLES.get(name.lower(), name)
+    role = ROLES.get(name, ROLES.get(name.lower(), name))
     role = "tool" if role == "user" and "tool_call_id" in raw else role  # OpenInference's, of Anthropic's results
     if name == raw.get("type") and name not in ROLES:
         raise unread(name)
     fields = filled({key: value for key, value in raw.items() if key not in BOOKKEEPING}, GIVEN)
     if media := media_in(raw):
         raise unread(media)
+    if raw.get("channel") == "analysis":  # gpt-oss's, a message for each channel
+        raise unread("channel")
     if role == "user" and raw.keys().isdisjoint(CONTENTS):
         raise BadSampleError("a user's message without a text that is read")
     content = first(raw, CONTENTS, "")
@@ -250,8 +252,7 @@ def _messages(raw: Message) -> Iterator[Message]:
             yield from _messages({**rest, "content": parts[i:]})
             return
     calls = [_call(call) for call in parsed(raw.get("tool_calls")) or ()]
-    # LangChain has a call both in its content, for Gemini without an id, and next to it.
-    listed = {None, *(call.get("id") for call in calls)} if calls else ()
+    listed = {None, *(call.get("id") for call in calls)} if calls else ()  # LangChain also has them in its content
     calls = [call for call in map(_call, by_kind.get("call", ())) if call.get("id") not in listed] + calls
     for result in by_kind.get("result", ()):
         named = {"tool_call_id": first(result, IDS), "name": result.get("name")}

@@ -176,8 +176,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
         check_error(raw)
     tools = (item.get("content") for item in items if item.get("role") == "tool" and "tool_call_id" not in item)
     offered = [content for content in tools if type(content) is dict]  # Langfuse's
-    # google-genai's calls and results before a reply, behind the request's contents.
-    called = at(reply, "automatic_function_calling_history") or at(reply, "automaticFunctionCallingHistory")
+    called = at(reply, "automatic_function_calling_history") or at(reply, "automaticFunctionCallingHistory")  # Gemini's
     messages = messages_of(called or [item for item in items if item.get("content") not in offered])
     given = (at(holder, key) for holder in (request, reply) for key in SYSTEM)  # a reply of Responses repeats them
     system: Any = next((value for value in given if isinstance(value, str | list | dict)), "")

@@ -96,11 +96,11 @@ def _claude_code(lines: Records) -> Yielded:
     spoken = {uuid: line["message"] for uuid, line in nodes.items() if isinstance(line.get("message"), dict)}
     parts: dict[str, Records] = {}
     for uuid, message in spoken.items():
-        content = message.get("content") or []
+        content = first(message, ("content", "parts"), [])  # Claude Code's, Qwen Code's
         parts[uuid] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
     results = {piece["tool_use_id"]: piece for given in parts.values() for piece in given if "tool_use_id" in piece}
     client = {uuid for uuid, message in spoken.items() if message.get("model") == SYNTHETIC}
-    written = {uuid for uuid, message in spoken.items() if message.get("role") == "assistant"} - client
+    written = {uuid for uuid in spoken if nodes[uuid]["type"] == "assistant"} - client
 
     def path_to(uuid: str, stop: Container[str] = ()) -> dict[str, Raw]:
         """Return the lines from `uuid` back to the first line, or to a line in `stop`."""
@@ -123,20 +123,20 @@ def _claude_code(lines: Records) -> Yielded:
         for uuid in [uuid for uuid in reversed(branch) if uuid in spoken and uuid not in client]:
             message = by_id.get(spoken[uuid].get("id") or "")
             if message is None:
-                message = {**spoken[uuid], "content": []} | ({"weight": 0} if uuid in trained else {})
+                message = {**spoken[uuid], "parts": []} | ({"weight": 0} if uuid in trained else {})
                 messages.append(message)
                 by_id |= {message["id"]: message} if message.get("id") else {}
             message["stop_reason"] = spoken[uuid].get("stop_reason")
-            message["content"] += parts[uuid]
+            message["parts"] += parts[uuid]
             for piece in parts[uuid]:
                 missing.pop(piece.get("tool_use_id"), None)
                 if str(piece.get("text")).startswith(INTERRUPTED) and len(messages) > 1:
                     messages[-2]["finish_reason"] = "length"
-        if all(message.get("role") != "assistant" or "weight" in message for message in messages):
+        if all(message.get("role") == "user" or "weight" in message for message in messages):
             continue
         chat: Records = []
         for message in messages:
-            aside = [missing[piece["id"]] for piece in message["content"] if piece.get("id") in missing]
+            aside = [missing[piece["id"]] for piece in message["parts"] if piece.get("id") in missing]
             chat += [message, *([{"role": "user", "content": aside}] if aside else [])]
         last = next(iter(branch.values()))
         counts = {
@@ -147,7 +147,7 @@ def _claude_code(lines: Records) -> Yielded:
             and (client or any(line.get("type") in ("summary", "attachment") for line in lines)),
         }
         trained |= branch.keys() & written
-        model = next((message["model"] for message in messages[::-1] if message.get("model")), "")
+        model = next((message["model"] for message in messages[::-1] if message.get("model")), last.get("model"))
         notes = [name for name, holds in counts.items() if holds]
         yield {**last, "id": last.get("sessionId"), "model": model, "claude_code": {"messages": chat, "notes": notes}}
 
