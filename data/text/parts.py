@@ -348,7 +348,7 @@ def _call(call: Message) -> Message:
     if not function.get("name"):
         raise unread(f"{call.get('type', 'call')} without a name")
     names = "arguments", "input", "args", "tool_kwargs"
-    given = next((holder.pop(key) for holder in (function, call) for key in names if key in holder), {})
+    given: Any = next((holder.pop(key) for holder in (function, call) for key in names if key in holder), {})
     function["arguments"] = parsed(given)  # OpenAI encodes them as JSON text
     ids = {"id": identity} if (identity := first(call, IDS)) else {}
     return {"type": "function", **ids, "function": filled(function, GIVEN)}
