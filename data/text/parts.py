@@ -245,7 +245,7 @@ def _messages(raw: Message) -> Iterator[Message]:
     for i, piece in enumerate([*parts, *({**call, "type": "function_call"} for call in others)]):
         before = {*by_kind}
         kind = _take(piece, by_kind)
-        begins = before & NEW_TURN.get(kind, set()) and (kind == "text" or piece is not parts[-1])  # OpenLLMetry's
+        begins = before & NEW_TURN.get(kind, set()) and (kind == "text" or before != {"text"})  # OpenLLMetry's
         if role == "assistant" and begins and "tool_calls" not in raw:
             rest = {key: value for key, value in raw.items() if key not in CONTENTS}  # two turns, as Responses' items
             yield from _messages({key: rest[key] for key in rest.keys() - FINISH} | {"content": parts[:i]})

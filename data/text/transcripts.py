@@ -266,8 +266,9 @@ def _span(lines: Records) -> Yielded:
         case [str(answer)]:  # DSPy's
             given["mlflow.spanOutputs"] = answer
     request = parsed(given.get("input.value"))
-    if (at(response, "object") == "response" or not tree) and isinstance(request, dict):
-        raw, lists = {**raw, "request": request, "response": response}, {}  # its items were flattened as choices
+    whole = str(at(response, "object")).startswith(("response", "chat.completion"))
+    if (whole or not tree) and isinstance(request, dict):  # lists have no reasoning, and Responses' items as choices
+        raw, lists = {**raw, "request": request, "response": response}, {}
     given = {"gen_ai.output.messages": []} | lists | given
     is_chat = "request" in raw or given.keys() & {"gen_ai.input.messages", *IN_JSON}
     yield {**raw, "attributes": given} if is_chat or not raw.keys() & {"kind", "traceId"} else {"type": "SPAN"}
