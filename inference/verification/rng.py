@@ -19,7 +19,7 @@ ROWS = 256  # distributions summed up in fp64 at a time: 15,000 over a large voc
 
 @dataclass
 class RequestRng:
-    """The random numbers of one sequence's draft on the host: numbered samples of its root, or the noise of positions.
+    """The random numbers of one sequence's draft on the host: samples of its root by depth, or the noise of positions.
 
     Samples are independent of the numbers of verification and of drafts at other roots, so that every draft is a sample
     of its q. If `coupled`, the noise is the one that samples the target's tokens (arXiv 2408.07978), so that a draft
@@ -29,14 +29,13 @@ class RequestRng:
     key: int  # a request's
     position: int  # the absolute position of the first drafted token
     coupled: bool
-    taken: int = 0
 
     def token(self, probs: Float[Tensor, "1 V"], depth: int) -> int:
         """Sample the token at a depth, counted from the root's children at 1."""
         if self.coupled:
             return int((probs / self.noise(range(depth - 1, depth), probs)).argmax())
         samples = self.samples(probs.device)
-        samples.taken, self.taken = self.taken, self.taken + 1
+        samples.taken = depth - 1
         return int(samples.sample(probs[None]))
 
     def samples(self, device: torch.device) -> "Samples":

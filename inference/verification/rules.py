@@ -174,7 +174,7 @@ def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
     """
     draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
     last, residual_p, residual_q = torch.zeros_like(draws.used_uniforms), p[:, 0], draft.q[:, 0]
-    tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
+    tokens = draft.token.clamp_min(0)
     for node, parent in enumerate(draft.parents[1:], 1):
         token = tokens[:, node, None]
         tested = (last == parent) & draft.valid[:, node]
@@ -185,7 +185,7 @@ def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
         residual_p = torch.where(
             column, p[:, node], torch.where(rejected, residual(residual_p, residual_q), residual_p)
         )
-        if more[node]:
+        if parent in draft.parents[node + 1 :]:  # it has later siblings
             residual_q = torch.where(rejected, without(residual_q, token), residual_q)
         if node in rows:
             residual_q = torch.where(column, draft.q[:, rows[node]], residual_q)
@@ -225,8 +225,7 @@ def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
     """
     draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
     last, probs = torch.zeros_like(draws.used_uniforms), p[:, 0]
-    tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
-    undecided = draft.valid[:, 0]
+    tokens, undecided = draft.token.clamp_min(0), draft.valid[:, 0]
     frames: list[PathNode] = []
     for node, entering in _walk(draft.parents):
         token, residual_q = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
@@ -247,13 +246,8 @@ def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
                 break
             rejected = frames[-1].reached & draft.valid[:, node] & undecided  # also if it was not reached
             if not allow_host_sync or rejected.any():
-                frames[-1].reject(token, rejected, more[node])
+                frames[-1].reject(token, rejected, draft.parents[node] in draft.parents[node + 1 :])
     return last, probs
-
-
-def _followed(parents: Sequence[int]) -> list[bool]:
-    """Return for each node whether it has later siblings."""
-    return [parent in parents[node + 1 :] for node, parent in enumerate(parents)]
 
 
 def _rows(parents: Sequence[int]) -> dict[int, int]:
