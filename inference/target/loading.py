@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -35,7 +35,8 @@ from heads.formats.weights import FEW, digest
 from inference.target import checkpoint
 from inference.target import placement as placing
 from inference.target.checkpoint import RENAMED, check_files
-from inference.target.placement import HERE, Placement
+from inference.target.embeddings import TargetEmbeddings
+from inference.target.placement import HERE, Placed, Placement
 
 log = logging.getLogger(__name__)
 LISTING = ("modeling_utils", "distributed.tensor_parallel")  # transformers' modules that log lists of tensors
@@ -258,13 +259,6 @@ ADAPTER_NUMBERS = (
 )  # the keys that scale it
 
 
-class Adapter(NamedTuple):
-    """An adapter that was merged: its name, and the fingerprint of the target's and the adapter's files."""
-
-    name: str
-    fingerprint: str
-
-
 def check_adapter(adapter: str, quantize: str | None) -> Path:
     """Return an adapter's folder: one that peft saved, or OWNER/NAME on the Hub.
 
@@ -289,8 +283,8 @@ def check_adapter(adapter: str, quantize: str | None) -> Path:
 
 def merge_adapter(
     model: "transformers.PreTrainedModel", path: str, adapter: str, folder: Path
-) -> tuple["transformers.PreTrainedModel", Adapter]:
-    """Merge an adapter into the model that is loaded from `path`.
+) -> tuple["transformers.PreTrainedModel", Placed]:
+    """Merge an adapter into the model that is loaded from `path`, whose weights are on one device.
 
     Raises:
         ValueError: it is another model's or of a kind that cannot be merged, or the checkpoint is quantised.
@@ -318,7 +312,7 @@ def merge_adapter(
             f"model.adapter={adapter} cannot be merged into model.path={path}: {reason}; give the model that it was "
             "trained for, or save it with peft again"
         ) from error
-    return merged, Adapter(adapter, hashed)
+    return merged, Placed(merged.device, TargetEmbeddings(merged), hashed, adapter=adapter)
 
 
 def adapter_fingerprint(base: str, folder: Path) -> str:

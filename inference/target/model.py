@@ -38,7 +38,6 @@ from inference.target.attention import (
 from inference.target.cache import BatchCache, BatchPass, Layout, RecurrentCache, Storage, TargetCache, recurrence
 from inference.target.checkpoint import fingerprint
 from inference.target.embeddings import TargetEmbeddings
-from inference.target.loading import Adapter
 from inference.target.placement import Placed, run_in_turns
 from inference.verification import tree
 from inference.verification.tree import DraftTree, Forward, PerNode
@@ -161,16 +160,13 @@ class TargetModel:
         model: "transformers.PreTrainedModel",
         tokenizer: PreTrainedTokenizerBase,
         name: str,
-        adapter: Adapter | None = None,
         placed: Placed | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.architecture = type(model).__name__
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
-        if placed is None:
-            placed = Placed(model.device, TargetEmbeddings(model), fingerprint(model, name))
-        self.placed = placed
+        self.placed = placed = placed or Placed(model.device, TargetEmbeddings(model), fingerprint(model, name))
         self.device, self.dtype, self.embeddings = placed.device, model.dtype, placed.embeddings
         self.base: nn.Module = model.base_model
         count = self.config.num_hidden_layers
@@ -207,8 +203,7 @@ class TargetModel:
         self.sibling = False
         self.whole = here and not routed and self.quantized is None
         self.captures = self.device.type == "cuda" and self.whole
-        digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
-        self.spec = self.embeddings.spec(name, digest, attached)
+        self.spec = self.embeddings.spec(name, placed.fingerprint, placed.adapter)
         self.compiled: Callable[..., LayerStates] | None = None
         self.compiles_drafts = False
         self.recurrence = recurrence(self.config, self.decoder_layers)

@@ -239,9 +239,10 @@ class Placed(NamedTuple):
 
     device: torch.device  # the device of features, embeddings and tokens; layers may be elsewhere
     embeddings: TargetEmbeddings  # embedding and lm_head, not sharded, on that device
-    fingerprint: str  # hash of the weights, equal under every placement
+    fingerprint: str  # hash of the weights and of a merged adapter's, equal under every placement
     group: distributed.ProcessGroup | None = None  # this process's tensor-parallel group; None without one
     needs_all_ranks: bool = False  # whether every pass needs all processes
+    adapter: str | None = None  # the name of the adapter that was merged; None without one
 
 
 def placed(

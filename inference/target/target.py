@@ -14,7 +14,6 @@ from inference.target import loading, probe
 from inference.target.attention import packing
 from inference.target.compiled import Compiled, compiled_forwards
 from inference.target.config import ModelConfig, device_named, dtype_named
-from inference.target.loading import Adapter
 from inference.target.model import TargetModel
 from inference.target.packed import prepack_weights
 from inference.target.placement import HERE, REPLICATE, Placed, Placement
@@ -32,10 +31,9 @@ class Target(TargetModel):
         model: "transformers.PreTrainedModel",
         tokenizer: PreTrainedTokenizerBase,
         name: str,
-        adapter: Adapter | None = None,
         placed: Placed | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, name, adapter, placed)
+        super().__init__(model, tokenizer, name, placed)
         self.takes_trees = probe.check(self)
         self.packing = packing(model)
         if self.packing is not None and not probe.packs(self):
@@ -72,12 +70,12 @@ class Target(TargetModel):
             check_placement(placement, None, merges, chosen_device)
             folder = loading.check_adapter(merges, quantize)
         model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize, placement)
-        attached = sharded = None
+        placed = None
         if merges is not None:
-            model, attached = loading.merge_adapter(model, path, merges, folder)
+            model, placed = loading.merge_adapter(model, path, merges, folder)
         elif placement.kind != REPLICATE:
-            sharded = placed_whole(model, placement, path, chosen_device, trust_remote_code)
-        return cls(model, tokenizer, path, attached, sharded)
+            placed = placed_whole(model, placement, path, chosen_device, trust_remote_code)
+        return cls(model, tokenizer, path, placed)
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str | None = None, device: str | None = None) -> "Target":
