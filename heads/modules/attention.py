@@ -57,7 +57,7 @@ class Pattern:
     @cached_property
     def first_rows(self) -> list[int]:
         """Return each block's first context row, the start of its documents or window."""
-        return [int(low) for low in torch.stack([block.min() for block in self.first.split(BLOCK, 1)]).tolist()]
+        return torch.stack([block.min() for block in self.first.split(BLOCK, 1)]).tolist()
 
     def shared(self, x: KeyRows) -> list[KeyRows]:
         """Return, for i below `size`, the i-th drafted row of each query's group."""

@@ -60,9 +60,7 @@ class LayerSpec(NamedTuple):
 class Recomputing(nn.Module):
     """A module with activation checkpointing: under `recompute` the backward pass recomputes its activations."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.recompute = False
+    recompute = False
 
     def checkpointed(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """Call a function of tensors; under `recompute` its activations are checkpointed."""
