@@ -130,13 +130,20 @@ def test_no_proposal_is_deeper_than_the_room(tmp_path: Path) -> None:
         ('{"format": 1}', "missing"),
         ("format", "format is 7"),
         ("target", "made for another target, somebody"),
+        ("layer", "skips layer 9, which .* has not; search again with eval/search_skips.py"),
+        ("depth", "depth is 1025: give 1024 or less"),
     ],
 )
 def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str, said: str) -> None:
     path, target = tmp_path / "skips.json", toys.target()
     drafter(tmp_path, target, EASY)
     kept = json.loads(path.read_text())
-    changed = {"format": {"format": 7}, "target": {"target": kept["target"] | {"name": "somebody", "fingerprint": "f"}}}
+    changed: dict[str, Any] = {
+        "format": {"format": 7},
+        "target": {"target": kept["target"] | {"name": "somebody", "fingerprint": "f"}},
+        "layer": {"mlp": [9]},
+        "depth": {"depth": 1025},  # a chain so deep would take all memory
+    }
     path.write_text(json.dumps(kept | changed[content]) if content in changed else content)
     line = refuses(said, LayerSkip, LayerSkip.Config(str(path), None, None), target, "layer skip")
     assert str(path) in line

@@ -21,13 +21,15 @@ from heads.common.typed import LARGEST, Count, Decay, Within, typed
 from heads.common.untrusted import parsed_file
 from heads.formats.store import TargetSpec, assert_same_target
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.drafters.policy import TreeConfig, grow
+from inference.drafters.policy import DEEPEST, TreeConfig, grow
 from inference.protocol import DraftContext, Proposal
 from inference.target.cache import TargetCache
 from inference.target.model import LayerSkippedTarget, SkipSet
 from inference.target.target import Target
 
 FORMAT = 1
+REMEDY = "search again with eval/search_skips.py"
+Depth = Annotated[int, Within(1, DEEPEST)]
 Text = tuple[Tensor, int, TargetCache]  # a prompt with the target's greedy answer, the prompt's length, its cached rows
 
 
@@ -97,7 +99,7 @@ class SkipFile:
     target: TargetSpec
     attention: list[int]
     mlp: list[int]
-    depth: Count
+    depth: Depth
     stop: Decay
     found: dict[str, float]
 
@@ -115,13 +117,15 @@ class LayerSkip(SelfDrafter):
         """The file of a search, and depth and stop in place of the file's; None keeps the file's."""
 
         skips: str
-        depth: Count | None
+        depth: Depth | None
         stop: Decay | None
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         path = Path(config.skips).expanduser()
-        file = typed(SkipFile, parsed_file(path, "search again with eval/search_skips.py"), str(path))
+        file = typed(SkipFile, parsed_file(path, REMEDY), str(path))
         assert_same_target(path, file.target, target.spec)
+        if unknown := {*file.attention, *file.mlp} - {*range(len(target.decoder_layers))}:
+            raise ValueError(f"{path}: skips layer {min(unknown)}, which {target.name} has not; {REMEDY}")
         tree = TreeConfig("chain", config.depth or file.depth, 0, 0, [], [])
         stop = file.stop if config.stop is None else config.stop
         super().__init__(target, SkipSet(tuple(file.attention), tuple(file.mlp)), tree, name, stop)
@@ -143,7 +147,7 @@ class Rating(NamedTuple):
 class SearchSettings:
     """The greatest depth, the number of candidates to rate, and the random seed."""
 
-    depth: Count
+    depth: Depth
     evaluations: Annotated[int, Within(2, LARGEST)]
     seed: int
 
