@@ -34,10 +34,10 @@ class Within(NamedTuple):
     below: bool = False
 
     def remedy(self, value: Any) -> str | None:
-        """Return the remedy for a value outside the range, None for a value inside."""
-        if value < self.least or (self.above and value == self.least):
+        """Return the remedy for a value outside the range, as NaN is, None for a value inside."""
+        if not (value > self.least if self.above else value >= self.least):
             return f"give a number above {self.least}" if self.above else f"give {self.least} or more"
-        if value > self.most or (self.below and value == self.most):
+        if not (value < self.most if self.below else value <= self.most):
             return f"give a number below {self.most}" if self.below else f"give {self.most} or less"
         return None
 

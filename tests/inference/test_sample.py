@@ -1,5 +1,6 @@
 """The law that is sampled, against transformers' own processors."""
 
+import math
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ def test_distinct_draws_without_replacement() -> None:
     ("values", "named"),
     [
         ((-1.0, 0, 1.0), "temperature"), ((1.0, -1, 1.0), "top_k"), ((1.0, 0, 0.0), "top_p"), ((1.0, 0, 1.5), "top_p"),
+        ((math.nan, 0, 1.0), "temperature"), ((1.0, 0, math.nan), "top_p"),
         ((1.0, 0, 1.0, -0.1), "min_p"), ((1.0, 0, 1.0, 1.1), "min_p"), ((1.0, 0, 1.0, 0.0, 0.0), "repetition_penalty"),
     ],
 )  # fmt: skip
