@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
@@ -13,7 +15,7 @@ from inference import protocol
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees
 from inference.verification.rules import is_chain
-from inference.verification.tree import LOOK_AHEAD, DraftTree
+from inference.verification.tree import LOOK_AHEAD, AncestorMask, DraftTree
 
 
 @runtime_checkable
@@ -122,10 +124,7 @@ class HostBatch(protocol.DraftBatch):
             q = pad_sequence(probs, batch_first=True, padding_value=1.0).to(device)
         if not self.look_ahead_size:
             return protocol.Drafted(tree, mask, q)
-        more = (0, self.look_ahead_size)
-        tree = DraftTree(pad(tree.token, more, value=-1), pad(tree.parent, more, value=LOOK_AHEAD))
-        itself = torch.eye(self.plan.max_nodes, dtype=torch.bool, device=device)  # attention over no keys gives NaN
-        mask = pad(mask, (*more, *more)) | itself
+        tree, mask = padded(tree, mask, self.plan.max_nodes, LOOK_AHEAD)
         depth = mask.sum(-1) - 1
         for b, proposal in enumerate(self.proposals):
             if proposal is not None and proposal.look_ahead is not None:
@@ -146,3 +145,11 @@ class HostBatch(protocol.DraftBatch):
             ahead = None if proposal.look_ahead is None else logits[self.size :][: len(proposal.look_ahead.token)]
             verified = verified._replace(logits=logits[: len(proposal.tree.token)], look_ahead=ahead)
         state.update(protocol.CommittedTokens(token, verified))
+
+
+def padded(tree: DraftTree, mask: AncestorMask, size: int, parent: int) -> tuple[DraftTree, Bool[Tensor, "#B M M"]]:
+    """Return trees and their ancestor masks, padded to `size` nodes, of which the new ones have this parent."""
+    more = (0, size - tree.token.shape[1])
+    itself = torch.eye(size, dtype=torch.bool, device=mask.device)  # attention over no keys gives NaN
+    tree = DraftTree(pad(tree.token, more, value=-1), pad(tree.parent, more, value=parent))
+    return tree, pad(mask, (*more, *more)) | itself

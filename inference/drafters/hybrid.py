@@ -9,15 +9,14 @@ all sequences use the model-free draft, the head does not draft.
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn.functional import pad
 
 from heads.base import Tokens
 from heads.common.typed import Amount, Json, Share
-from heads.shapes import Nodes, PerSequence
-from inference.drafters.host import HostBatch, HostDrafter
+from heads.shapes import PerSequence
+from inference.drafters.host import HostBatch, HostDrafter, padded
 from inference.protocol import Contexts, Drafted, Drafter, DraftInputs, DraftPlan, PassLogits, Proposal
 from inference.target.model import TargetOutput
-from inference.verification.tree import AncestorMask, DraftTree, agreed
+from inference.verification.tree import DraftTree, agreed
 
 
 @dataclass
@@ -119,18 +118,20 @@ class HybridBatch(HostBatch):
         self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the chosen lookups and the other sequences' trees, all padded to the largest."""
+        if not self.both:
+            return super().draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
+        head_drafts = self.head_batch.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
         taken = [proposal is not None for proposal in self.proposals]
         if not any(taken):
-            return self.head_batch.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
+            return head_drafts
         lookup_drafts = super().draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
-        if not self.both:
-            return lookup_drafts
-        head_drafts = self.head_batch.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
         size = max(lookup_drafts.tree.token.shape[1], head_drafts.tree.token.shape[1])
         which = torch.tensor(taken, device=max_draft_depth.device)[:, None]
-        (token, parent, mask), others = (padded(drafts, size) for drafts in (lookup_drafts, head_drafts))
-        tree = DraftTree(torch.where(which, token, others[0]), torch.where(which, parent, others[1]))
-        return Drafted(tree, torch.where(which[..., None], mask, others[2]), head_drafts.q)
+        (lookup_tree, lookup_mask), (head_tree, head_mask) = (
+            padded(drafts.tree, drafts.ancestor_mask, size, 0) for drafts in (lookup_drafts, head_drafts)
+        )
+        tree = DraftTree(*(torch.where(which, *rows) for rows in zip(lookup_tree, head_tree, strict=True)))
+        return Drafted(tree, torch.where(which[..., None], lookup_mask, head_mask), head_drafts.q)
 
     def update(self, slot: int, token: Tokens, path: list[int], logits: PassLogits) -> None:
         """Update both drafters, the lookup's acceptance, and the head's acceptance if the head drafted.
@@ -146,12 +147,3 @@ class HybridBatch(HostBatch):
             record.lookup_accepted += weight * (accepted - record.lookup_accepted)
         super().update(slot, token, path, logits)
         self.head_batch.update(slot, token, path, logits)
-
-
-def padded(drafted: Drafted, size: int) -> tuple[Nodes, Nodes, AncestorMask]:
-    """Return tokens, parents and ancestor masks, padded to a size."""
-    more = (0, size - drafted.tree.token.shape[1])
-    mask = pad(drafted.ancestor_mask, (*more, *more)) | torch.eye(
-        size, dtype=torch.bool, device=drafted.tree.token.device
-    )
-    return pad(drafted.tree.token, more, value=-1), pad(drafted.tree.parent, more), mask
