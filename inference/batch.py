@@ -10,6 +10,7 @@ import torch
 from heads.base import Tokens
 from heads.common.errors import one_line
 from heads.common.progress import update_bar
+from heads.common.target_config import UNFIT
 from inference.protocol import DraftBatch, Drafter
 from inference.request import Generation, Request, RequestParams, clock
 from inference.step import DeviceStep
@@ -141,7 +142,7 @@ class Batch:
             return
         try:
             self.swap(drafter)
-        except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        except UNFIT as error:
             with swappable.lock:  # unless another thread has swapped again
                 if swappable.drafter is drafter:
                     swappable.drafter = swappable.last_good = self.drafter

@@ -31,7 +31,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Implementations of attention and experts in torch and transformers. Other names could be code from the Hub.
 OURS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-# Errors that transformers and its modeling code raise at unexpected values.
+# Errors that transformers, its modeling code and a head's own raise at unexpected values.
 UNFIT = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError,
     AssertionError, MemoryError, StrictDataclassError, SafetensorError,

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from heads.base import Embeddings, NamedTensors
 from heads.common.errors import one_line
+from heads.common.target_config import UNFIT
 from heads.common.untrusted import CUT, parse_json, plain_name, regular, shown
 
 # Dtypes of a head's tensors; torch cannot check others for finite values.
@@ -91,10 +92,9 @@ def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) 
     """Return a head's tensors on the meta device, to check a file by; refuse, from `where` on, what builds no head."""
     try:
         with torch.device("meta"):
-            tensors = kind(config, embeddings).state_dict()
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
+            return kind(config, embeddings).state_dict()
+    except UNFIT as error:
         raise ValueError(f"{where}no head can be made of it: {one_line(error)[:CUT]}") from error
-    return tensors
 
 
 def check_fit(path: Path, expected: NamedTensors) -> None:

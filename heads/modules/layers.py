@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from heads.base import Embeddings, LayerDims, resolve_layer_dims
 from heads.common.errors import one_line
 from heads.common.rope import Rope, Rotary
+from heads.common.target_config import UNFIT
 from heads.rows import gather_rows, scatter_rows
 from heads.shapes import HeadOutputs, HeadRows, KeyRows, Nodes, NodeStates, RowInputs, Rows, Sequences, States
 
@@ -275,7 +276,7 @@ class TargetLayer(nn.Module):
         position = torch.arange(2, device=x.device)[None]
         try:
             self(x, LayerInputs(position, 2, partial(grouped_attention, mask=None)))
-        except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
+        except UNFIT as error:
             raise _unfit(one_line(error)) from error
 
 

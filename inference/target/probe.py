@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from heads.common.target_config import UNFIT
 from inference.target.attention import FULL, GROUPED, SLIDING, Ragged, spans_of
 from inference.target.model import TargetModel, TargetOutput
 from inference.verification.tree import DraftTree, ancestors, chain
@@ -29,8 +30,6 @@ WINDOW = re.compile(r"window|chunk|local_attention")
 # Share of the standard deviation, compared in norm: some of 128,000 bf16 logits are always far off.
 TOLERANCE = 0.1
 Check = Callable[[TargetModel, Tensor, DraftTree], bool]
-# The errors of models whose modules, cache or attention are not as expected.
-UNFIT = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError)
 
 
 @torch.inference_mode()
