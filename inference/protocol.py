@@ -72,9 +72,8 @@ class Drafted(NamedTuple):
 
     def first(self, count: int) -> "Drafted":
         """Return the drafts of the first sequences."""
-        ancestor_mask = self.ancestor_mask if len(self.ancestor_mask) == 1 else self.ancestor_mask[:count]
         q, depth, noise = (None if rows is None else rows[:count] for rows in self[2:])
-        return Drafted(DraftTree(*(rows[:count] for rows in self.tree)), ancestor_mask, q, depth, noise)
+        return Drafted(DraftTree(*(rows[:count] for rows in self.tree)), self.ancestor_mask[:count], q, depth, noise)
 
 
 class DraftContext(NamedTuple):

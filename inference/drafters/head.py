@@ -163,8 +163,7 @@ class HeadBatch(DraftBatch):
     def tensors(self) -> list[Tensor]:
         """Return the buffers of the KV cache and of the outputs at the roots, and the rotary tables."""
         tables = [attention.rotary.table for attention in self.attentions]
-        level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
-        return [*level, *tables, *([] if self.cache is None else self.cache.tensors())]
+        return [*self.buffers[:2], *self.buffers.root, *tables, *([] if self.cache is None else self.cache.tensors())]
 
     def set_longest(self, longest: int) -> None:
         """Set the length of the longest sequence in the KV cache."""

@@ -167,13 +167,13 @@ def load(
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **options
         )
-        modules = {name for name, _ in loaded[0].named_modules()}
-        left = (key for key in loaded[1]["unexpected_keys"] if SCALE.sub("", key) in modules and SCALE.search(key))
+        model, keys = loaded
+        modules = {name for name, _ in model.named_modules()}
+        left = (key for key in keys["unexpected_keys"] if SCALE.sub("", key) in modules and SCALE.search(key))
         if scale := min(left, default=None):  # a layer's scale that was not read
             raise ValueError(f"its weights are quantised with scales such as {scale}, which are not read: {REMEDY}")
-        if missing := sorted(loaded[1]["missing_keys"]):  # transformers initialises them at random
+        if missing := sorted(keys["missing_keys"]):  # transformers initialises them at random
             raise ValueError(f"its files hold no {missing[0]}, nor {len(missing) - 1} others; download it again")
-        model: transformers.PreTrainedModel = loaded[0]
         lost = checkpoint.lost_module(path, values)
     if lost is not None:
         log.warning("%s: %s; %s", path, lost, mtp_layouts.REMEDY)
@@ -190,8 +190,7 @@ def load(
                 "another one, or leave model.quantize out"
             )
     if not placed:
-        move: Any = model.to  # transformers' wrapper hides its arguments
-        move(device)
+        model.to(device)
     return model, tokenizer
 
 
