@@ -29,8 +29,7 @@ def tensor_files(checkpoint: str, begins: tuple[str, ...] = ("",)) -> dict[str, 
     if index is None or (whole is not None and WEIGHTS not in named.values()):
         file = whole or Path(str(cached_file(checkpoint, WEIGHTS)))  # raises that it is missing
         with safe_open(file, "pt") as opened:
-            held = dict.fromkeys(opened.keys(), file)
-        return {name: path for name, path in held.items() if name.startswith(begins)}
+            return {name: file for name in list(opened.keys()) if name.startswith(begins)}
     named = {name: shard for name, shard in named.items() if name.startswith(begins)}
     files = {shard: Path(str(cached_file(checkpoint, shard))) for shard in {*named.values()}}
     return {name: files[shard] for name, shard in named.items()}

@@ -74,11 +74,18 @@ class Layout(NamedTuple):
         return self._turned(stacked)
 
     def write(self, tensors: NamedTensors, layers: int, *, split: bool) -> NamedTensors:
-        """Convert our tensors to a checkpoint's names and layout, with separate experts if `split`."""
-        turned = self._turned(dict(tensors))
-        return {
-            self.theirs(name, layers): tensor for name, tensor in (split_experts(turned) if split else turned).items()
-        }
+        """Convert our tensors to a checkpoint's names and layout; `split` undoes the stacking of experts in `read`."""
+        written = {}
+        for name, tensor in self._turned(dict(tensors)).items():
+            stem, _, matrix = name.rpartition(".")
+            if not split or not stem.endswith(".experts"):
+                written[self.theirs(name, layers)] = tensor
+                continue
+            for i, expert in enumerate(tensor):
+                halves = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
+                for one, weight in halves if matrix == "gate_up_proj" else [(matrix, expert)]:
+                    written[self.theirs(f"{stem}.{i}.{one}.weight", layers)] = weight
+        return written
 
     def _turned(self, tensors: NamedTensors) -> NamedTensors:
         if not self.state_first or PROJECTION not in tensors:
@@ -144,18 +151,3 @@ def layout_of(names: Iterable[str], layers: int) -> Layout | None:
 def prefixes(layers: int) -> tuple[str, ...]:
     """Return what the names of an MTP module's tensors begin with, by the target's number of layers."""
     return tuple(one.outer.format(layers) for one in LAYOUTS.values())
-
-
-def split_experts(tensors: NamedTensors) -> NamedTensors:
-    """Split stacked experts, the inverse of the stacking in `Layout.read`."""
-    split = {}
-    for name, tensor in tensors.items():
-        stem, _, matrix = name.rpartition(".")
-        if not stem.endswith(".experts"):
-            split[name] = tensor
-            continue
-        for i, expert in enumerate(tensor):
-            halves = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
-            named = halves if matrix == "gate_up_proj" else {matrix: expert}
-            split |= {f"{stem}.{i}.{one}.weight": weight for one, weight in named.items()}
-    return split

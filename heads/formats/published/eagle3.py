@@ -223,8 +223,7 @@ def _tensors(source: Export, first: str, order: list[int]) -> NamedTensors:
         tensors[f"layers.{i}.hidden_norm.weight"] = tensors[f"layers.{i}.input_layernorm.weight"]
     normed = enumerate(order if source.config.feature_norm else [])
     return tensors | {
-        "fc.weight": source.in_order(tensors["fc.weight"], order),
-        **({f"{JOINT}.weight": source.in_order(tensors[f"{JOINT}.weight"], order)} if source.config.joint_norm else {}),
+        **{name: source.in_order(tensors[name], order) for name in ("fc.weight", f"{JOINT}.weight") if name in tensors},
         **{f"fc_norm.{i}.weight": tensors[f"fc_norm.{at}.weight"] for i, at in normed},
         "lm_head.weight": source.read_out("lm_head"),
         **source.vocabulary(),

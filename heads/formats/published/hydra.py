@@ -103,8 +103,11 @@ def authors(source: Export) -> ExportedHead:
         config |= source.decoder()
     lm_head = LM_HEAD[options.prefix]
     block_numbers = list(range(1, 2 * options.layers, 2) if options.prefix else range(options.layers))
-    tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith("lm_heads.")}
-    renamed = {their_name(name, block_numbers, lm_head): tensor for name, tensor in tensors.items()}
+    renamed = {
+        their_name(name, block_numbers, lm_head): tensor
+        for name, tensor in source.tensors.items()
+        if not name.startswith("lm_heads.")
+    }
     if options.tied:
         renamed |= {name: renamed[first] for name, first in _duplicates(options.heads, block_numbers).items()}
     for i in range(options.heads):

@@ -47,9 +47,10 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
     filled = {}
     if block is VLLM and source.count(_pattern(VLLM, r"(\d+)", r"\d+").replace("weight", "bias")) == 0:
-        names = {(i, j): block.format(i, j, "weight") for i in range(heads) for j in range(layers)}
         filled = {
-            f"blocks.{i}.{j}.linear.bias": torch.zeros_like(source.tensor(n)[:, 0]) for (i, j), n in names.items()
+            f"blocks.{i}.{j}.linear.bias": torch.zeros_like(source.tensor(block.format(i, j, "weight"))[:, 0])
+            for i in range(heads)
+            for j in range(layers)
         }
     unread = {"token_map"} | ({lm_head.format(0)} if original else set())
     return TensorMapping("medusa", config, rename, filled, unread & source.tensors.keys(), ids)
