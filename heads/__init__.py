@@ -67,7 +67,8 @@ def _best(cfg: DictConfig) -> tuple[Json, str]:
 
 def best_line(cfg: DictConfig) -> str | None:
     """Return a line on what `head=best` is for a target, None for another head; refuse an unread target."""
-    if cfg.head.name != BEST:
+    name = cfg.head.name
+    if name != BEST:
         return None
     options, why = _best(cfg)
     overrides = [f"head.{key}={str(value).lower()}" for key, value in options.items() if key != "name"]
@@ -83,7 +84,8 @@ def with_head(cfg: DictConfig) -> DictConfig:
     """
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
-    if cfg.head.name == BEST:
+    name = cfg.head.name
+    if name == BEST:
         options, _ = _best(cfg)
         cfg.head = OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "head" / f"{options['name']}.yaml"), options)
     training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)

@@ -74,8 +74,8 @@ def layout(tree: DraftTree, prefix: int) -> tuple[PerNode, Bool[Tensor, "N S"]]:
 def agreed(tree: DraftTree, following: Tokens) -> int:
     """Return the number of following tokens that are on a path of the tree."""
     node, child = 0, dict[tuple[int, int], int]()
-    for index, place in enumerate(zip(tree.parent.tolist(), tree.token.tolist(), strict=True)):
-        child.setdefault(place, index)  # of equal siblings the first
+    for index, edge in enumerate(zip(tree.parent.tolist(), tree.token.tolist(), strict=True)):
+        child.setdefault(edge, index)  # of equal siblings the first
     for count, token in enumerate(following):
         if (node, token) not in child:
             return count
