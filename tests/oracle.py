@@ -35,7 +35,7 @@ from inference.verification.rules import (
     resolve_rule,
 )
 from inference.verification.sample import Sampling, distribution, penalize, residual, without
-from inference.verification.tree import DraftTree, LookAhead
+from inference.verification.tree import DraftTree, LookAhead, children
 
 Found = tuple[list[int], int]  # the accepted nodes from the root on, and the next token
 
@@ -61,15 +61,6 @@ class Coins:
     def accept(self, probability: float) -> bool:
         self.tossed += 1
         return bool(uniform(hash_key(hash_key(self.key, ACCEPT_KEY), self.start), self.tossed - 1) < probability)
-
-
-def children(tree: DraftTree) -> list[list[int]]:
-    """Each node's children in the order in which they were drafted."""
-    result: list[list[int]] = [[] for _ in range(len(tree.parent))]
-    for node, parent in enumerate(tree.parent.tolist()):
-        if parent >= 0:
-            result[parent].append(node)
-    return result
 
 
 def follow(tree: DraftTree, choose: Callable[[int, int], int]) -> Found:

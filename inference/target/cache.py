@@ -318,7 +318,7 @@ class Recurrence:
     def note(self, module: Any, args: Args, kwargs: Json) -> None:
         """Record a mixer's arguments."""
         states, index = _states(args, kwargs), module.layer_idx
-        if states is not None and states.calls is not None and self.mixers.get(index) is module:
+        if states is not None and states.calls is not None and index in self.mixers and self.mixers[index] is module:
             states.calls[index] = Call(module, args, kwargs)
 
     def find(self, module: Any, args: Args, kwargs: Json, _output: Any) -> None:

@@ -71,15 +71,23 @@ def layout(tree: DraftTree, prefix: int) -> tuple[PerNode, Bool[Tensor, "N S"]]:
     return prefix + on_path.sum(-1) - 1, torch.cat([on_path.new_ones(len(on_path), prefix), on_path], 1)
 
 
+def children(tree: DraftTree) -> list[list[int]]:
+    """Return each node's children in the order in which they were drafted."""
+    result: list[list[int]] = [[] for _ in range(len(tree.parent))]
+    for node, parent in enumerate(tree.parent.tolist()):
+        if parent >= 0:
+            result[parent].append(node)
+    return result
+
+
 def agreed(tree: DraftTree, following: Tokens) -> int:
     """Return the number of following tokens that are on a path of the tree."""
-    node, child = 0, dict[tuple[int, int], int]()
-    for index, edge in enumerate(zip(tree.parent.tolist(), tree.token.tolist(), strict=True)):
-        child.setdefault(edge, index)  # of equal siblings the first
-    for count, token in enumerate(following):
-        if (node, token) not in child:
+    node, below, token = 0, children(tree), tree.token.tolist()
+    for count, expected in enumerate(following):
+        child = next((child for child in below[node] if token[child] == expected), None)
+        if child is None:
             return count
-        node = child[node, token]
+        node = child
     return len(following)
 
 

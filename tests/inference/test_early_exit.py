@@ -20,7 +20,7 @@ from inference.verification.sample import GREEDY, Sampling, distribution
 from tests import assistants, toys
 from tests.enumeration import EXACT, distance, law, verify_on_device
 from tests.inference.test_mirror import mirror
-from tests.oracle import by_node, children, paths
+from tests.oracle import by_node, paths
 
 TOKENS = 24
 NEAR = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
@@ -56,7 +56,7 @@ def exit_logits(target: Target, exit_layer: int, path: list[int]) -> Tensor:
 def test_a_tree_is_the_naive_early_exit_draft_at_every_node(name: str) -> None:
     target = toys.target(name, torch.float64)
     made = proposal(target, 2, "static")
-    below = children(made.tree)
+    below = trees.children(made.tree)
     for path in paths(made.tree):
         for depth, node in enumerate(path[:-1]):
             text = toys.prompt(3, 12) + made.tree.token[path[1 : depth + 1]].tolist()

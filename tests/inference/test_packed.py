@@ -78,6 +78,8 @@ def test_an_attention_that_is_not_the_usual_one_keeps_its_mask(monkeypatch: pyte
     fresh = toys.target("llama")
     monkeypatch.setattr(packed, "within", lambda query, *_: query)
     assert not probe.packs(fresh)
+    monkeypatch.setattr(packed, "within", lambda *_: 1 / 0)  # a model's own code may fail in any way
+    assert not probe.packs(fresh)
     monkeypatch.undo()
     assert probe.packs(fresh)
 

@@ -15,7 +15,7 @@ from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 from tests import toys
 from tests.inference.model_free import make
-from tests.oracle import children, paths
+from tests.oracle import paths
 
 #     0
 #    / \
@@ -30,7 +30,7 @@ TREE = DraftTree(torch.tensor([10, 11, 12, 13, 14, 15, 16]), torch.tensor([-1, 0
 def test_positions_paths_children_and_a_mask_of_prefix_and_lineage() -> None:
     assert trees.layout(TREE, 5)[0].tolist() == [5, 6, 6, 7, 7, 7, 8]
     assert paths(TREE) == [[0, 1, 3], [0, 2, 4], [0, 2, 5, 6]]
-    assert children(TREE) == [[1, 2], [3], [4, 5], [], [], [6], []]
+    assert trees.children(TREE) == [[1, 2], [3], [4, 5], [], [], [6], []]
     _, mask = trees.layout(TREE, 2)
     assert mask[:, :2].all()
     assert mask[6, 2:].nonzero()[:, 0].tolist() == [0, 2, 5, 6]
