@@ -182,19 +182,16 @@ REPEATED = 2.0  # seconds in which a repeated signal is ignored: a launcher may 
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
-    """Run an action on the main process only; a user's error is a ValueError there, and the other processes exit."""
-    failed: list[Any] = [None]
+    """Run an action on the main process only; a user's error is raised there, and the other processes exit."""
+    error: Exception | None = None
     if accelerator.is_main_process:
         try:
             action()
-        except (ValueError, OSError) as error:
-            failed = [one_line(error)]
-            if accelerator.num_processes == 1:
-                raise
-    if accelerator.num_processes > 1:
-        broadcast_object_list(failed)
-    if failed[0] is not None:
-        raise ValueError(failed[0]) if accelerator.is_main_process else SystemExit(2)
+        except (ValueError, OSError) as raised:
+            error = raised
+    (failed,) = broadcast_object_list([error is not None])
+    if failed:
+        raise error or SystemExit(2)
 
 
 class ProcessControl:
