@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, find_executable_batch_size, set_seed
 from omegaconf import OmegaConf
@@ -122,7 +121,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     if run.trainer.micro_tokens is None:
         micro_tokens = run.data.length * executable_micro_batch(run, accelerator, target, head, packed)
         run = replace(run, trainer=replace(run.trainer, micro_tokens=micro_tokens))
-    batches = batches_for(run, packed, accelerator)
+    batches = batches_for(run.trainer, packed, accelerator)
     if not resumes:
         fit_init(head, init, target, batches, run.trainer.steps)
     adapt(head, run.peft)
@@ -227,10 +226,11 @@ def loop_of(
     return Loop(Path(run.out), stepper, best_head, evaluator, this_run, resumes=run.resume, config=values)
 
 
-def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
+def batches_for(trainer: Any, packed: Packed, accelerator: Accelerator) -> Batches:
     """Return the run's batches, with the trainer's token counts converted to sequences."""
-    step, micro_batch = (tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens))
-    return Batches(packed, step, micro_batch, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
+    length = packed.token.shape[1]
+    step, micro_batch = (tokens // length for tokens in (trainer.batch_tokens, trainer.micro_tokens))
+    return Batches(packed, step, micro_batch, trainer.seed, accelerator.process_index, accelerator.num_processes)
 
 
 def max_prompt_tokens(run: RunConfig, config: Any) -> int | None:
@@ -278,11 +278,7 @@ def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrai
     return {
         "git_revision": code["revision"],
         "git_dirty": bool(code["dirty"]),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": {"python": platform.python_version(), **checkpoint.VERSIONS},
         "command": " ".join(redacted_words(sys.argv)),
         "world_size": world,
         "strategy": strategy,

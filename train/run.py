@@ -39,7 +39,6 @@ def main(cfg: DictConfig) -> float | None:
     with launch.main_first():
         launch.apply_launch_environment(cfg.launcher, accelerator_count(cfg.model.device))
         launch.check_mode()
-    with launch.main_first():
         run = resolve(cfg)
         queued = launch.is_queued(run.launcher)
         sweep.check(run.trainer.eval_prompts, waits=not queued)

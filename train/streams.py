@@ -121,7 +121,6 @@ class StreamsLoss(nn.Module):
         self, features: Features, weight: Float[Tensor, "G B A"], anchors: Tensor, chunks: None
     ) -> tuple[Tensor, NamedTensors]:
         """Return the loss with its metrics; each weight is 0 or one over the global number of the stream's anchors."""
-        assert chunks is None
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.autocast):
             draft, teacher = self.head(features.token, features.document, anchors)
         sums = stream_sums(draft, teacher, weight.permute(1, 2, 0) > 0)
@@ -190,7 +189,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
     data = load_training(run.data, target.tokenizer, run.trainer.eval_prompts)
     packed = pack(data.samples, run.data.length)
     check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
-    batches = batches_for(run, packed, accelerator)
+    batches = batches_for(run.trainer, packed, accelerator)
     settings = checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches)
 
     def begin() -> None:
@@ -216,7 +215,6 @@ def main(cfg: DictConfig) -> None:
     with launch.main_first():
         launch.apply_launch_environment(cfg.launcher, accelerator_count(cfg.model.device))
         launch.check_mode()
-    with launch.main_first():
         run = streams_config(cfg)
         run = replace(run, launcher=with_processes(run.launcher, accelerator_count(run.model.device)))
         if launch.needs_processes(run.launcher):

@@ -63,8 +63,8 @@ def rows_of(name: str, drafter: str, out: Path) -> list[Json]:
 
 def table(rows: list[Json]) -> Table:
     """Return the table for the terminal."""
-    failed = [replace(one, failed=one.failed or one.row.get("failed", False)) for one in results_of({"rows": rows})]
-    measured = sections.table(sections.SWEEP, failed)
+    results = [replace(result, failed=result.row["failed"]) for result in results_of({"rows": rows})]
+    measured = sections.table(sections.SWEEP, results)
     body = []
     for row, cells in zip(rows, measured.lines, strict=True):
         cost = row["cost"]

@@ -269,7 +269,7 @@ def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides:
         job = executor.submit(Task(script, overrides))
     except (RuntimeError, TypeError, submitit.core.utils.FailedJobError) as error:
         raise ValueError(f"launcher.slurm: no job could be made ({error}); run this where sbatch is") from None
-    sys.stdout.write(f"job {job.job_id}: what it prints is in {job.paths.stdout.parent}" + "\n")
+    sys.stdout.write(f"job {job.job_id}: what it prints is in {job.paths.stdout.parent}\n")
     return 0 if is_queued(launcher) else max(job.results())
 
 

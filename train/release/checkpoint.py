@@ -88,8 +88,8 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
         save_file(tensors, new / MODULE, metadata={"format": "pt"})
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         text_section(config)[layout.count_key] = 1
-        for name, content in ((CONFIG, config), (INDEX, index)):
-            write_json(new / name, content)
+        write_json(new / CONFIG, config)
+        write_json(new / INDEX, index)
 
 
 def _bring(source: str | Path, new: str | Path) -> None:

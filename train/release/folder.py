@@ -84,9 +84,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
     if TEMPLATE in provenance:
         reference[TEMPLATE] = provenance[TEMPLATE]
     with tempfile.TemporaryDirectory() as temporary:
-        source, refused = head, {}
-        if config.format or config.base:
-            source = Path(temporary) / "head"
+        source, refused = Path(temporary) / "head", {}
         if config.format:
             refused = write_format(head, config, name, content["target"].get("adapter"), source)
         elif config.base:
@@ -103,6 +101,8 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
             source.mkdir()
             for file, data in {**factors, CONFIG: (head / CONFIG).read_bytes()}.items():
                 (source / file).write_bytes(data)
+        else:
+            source = head
         files = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
         files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
