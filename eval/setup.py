@@ -28,9 +28,10 @@ from inference.target.target import Target
 def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     """Return the target to load, the workloads and the report's folder; refuse invalid values before any is loaded."""
     runs = config.runs()
-    model = model_of(runs[0] if runs else None, config.model)
+    first = next(iter(runs), None)
+    model = model_of(first, config.model)
     check_drafters(config)
-    names = workload_names(config.workload or own_prompts(next(iter(runs), None)) or model.prompts)
+    names = workload_names(config.workload or own_prompts(first) or model.prompts)
     out = folder_for(config.out, runs, list(config.drafter))
     if model.sibling and config.out is None:
         out /= model.name  # the run's own report is of its own target

@@ -35,7 +35,6 @@ from inference.verification.tree import DraftTree
 Statistics = Json  # a head's in report.json
 Rates = Float[Tensor, "D K"]  # the acceptance by depth, from 1, and rank, from 0
 RANKS = 10  # ranks of a depth's guesses that are counted separately
-SAMPLED = ("chain", "sampled")  # kinds of tree whose nodes are sampled above temperature 0
 TINY = 1e-30  # minimum divisor of a probability
 FIXED = 16  # a head with at most this many depths unrolls all, since some heads support nothing else
 
@@ -332,9 +331,9 @@ def teacher_forced_rows(
             continue
         head, tree = drafter.head, drafter.policy
         for workload, temperature, texts in texts_of:
-            is_sampled = temperature > 0 and tree.kind in SAMPLED
-            if is_sampled and tree.kind != "chain":
+            if temperature > 0 and tree.kind == "sampled":
                 continue
+            is_sampled = temperature > 0 and tree.kind == "chain"
             sampling, depth = config.sampling(temperature), min(head.max_depth, tree.tree_depth)
             grown = [tree] if tree.kind in BY_CONFIDENCE else []
             read = progress(texts, "drafting along the texts")

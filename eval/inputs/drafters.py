@@ -40,8 +40,10 @@ def find_heads(runs: list[str], others: Collection[str] = ()) -> dict[str, Path]
 
 def own_prompts(run: str | None) -> str | None:
     """Return the file of held-out prompts in a run's folder, None if there is none."""
-    file = None if run is None else Path(run).expanduser() / "prompts.jsonl"
-    return str(file) if file is not None and file.is_file() and file.stat().st_size else None
+    if run is None:
+        return None
+    file = Path(run).expanduser() / "prompts.jsonl"
+    return str(file) if file.is_file() and file.stat().st_size else None
 
 
 def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:

@@ -11,6 +11,7 @@ and a bonus token. Engines count accepted tokens beyond an answer's end as accep
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
@@ -64,7 +65,7 @@ def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
 def read_counters(page: str) -> Counters | None:
     """Read a metrics page's counters of speculation, summed over engines and ranks; None for other servers."""
     values: dict[str, list[float]] = {}
-    positions: dict[int, float] = {}
+    positions = defaultdict[int, float](float)
     for name, labels, value in samples(page):
         values.setdefault(name, []).append(value)
         position = labels.get("position", "")
@@ -73,7 +74,7 @@ def read_counters(page: str) -> Counters | None:
             and position.isdecimal()
             and len(position) <= DIGITS
         ):
-            positions[int(position)] = positions.get(int(position), 0.0) + value
+            positions[int(position)] += value
     engine = next((name for name in ENGINES if any(key.startswith(f"{name}:") for key in values)), None)
     if engine is None:
         return None
@@ -85,7 +86,7 @@ def read_counters(page: str) -> Counters | None:
         drafts=None if engine == LLAMA and not drafts else drafts,  # llama.cpp reports 0 without speculation too
         draft_tokens=total(f"{engine}:spec_decode_num_draft_tokens"),
         accepted=total(f"{engine}:spec_decode_num_accepted_tokens"),
-        by_depth=tuple(positions.get(position, 0.0) for position in range(max(positions, default=-1) + 1)),
+        by_depth=tuple(positions[position] for position in range(max(positions, default=-1) + 1)),
         width=widths.pop() if len(widths) == 1 else None,
         finished=total(FINISHED[engine]),
         started=values[START][0] if START in values else None,

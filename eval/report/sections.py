@@ -358,7 +358,6 @@ def learning_curve(curves: Mapping[str, Record]) -> Spec | None:
         {"name": f"{name}, loss", "step": step["step"], "loss": step["loss"]}
         for name, curve in curves.items()
         for step in curve["steps"]
-        if step["loss"] is not None
     ]
     taus = [{**record, "name": f"{name}, τ"} for name, curve in curves.items() for record in curve["tau"]]
     return plotted("Learning curve: the training loss, and τ by the verifier with its 95% interval", losses + taus)

@@ -168,12 +168,12 @@ TENTH = 0.1  # improvement that a breakdown evaluates, as a share
 
 def with_breakdowns(rows: Sequence[Record]) -> list[Json]:
     """Return the rows, each with its breakdown under `ladder`; None without a speedup or a baseline."""
-    sessions = [tuple(row.get(key) for key in SESSION) for row in rows]
-    baselines = {session: row for session, row in zip(sessions, rows, strict=True) if row["drafter"] == BASELINE}
-    return [
-        {**row, "ladder": speedup_breakdown(row, baselines.get(session))}
-        for session, row in zip(sessions, rows, strict=True)
-    ]
+
+    def session(row: Record) -> tuple[Any, ...]:
+        return tuple(row.get(key) for key in SESSION)
+
+    baselines = {session(row): row for row in rows if row["drafter"] == BASELINE}
+    return [{**row, "ladder": speedup_breakdown(row, baselines.get(session(row)))} for row in rows]
 
 
 def speedup_breakdown(row: Record, baseline: Record | None) -> Json | None:
