@@ -202,7 +202,7 @@ class Client:
             raise ValueError(f"{self.url}{path}: {status} ({words}); {remedy}")
         if status != 200:
             seconds = response.headers.get("Retry-After", "")  # a date is ignored in favour of our own pause
-            after = float(seconds) if seconds.isdigit() else None
+            after = float(seconds) if seconds.isdecimal() else None
             temporary = status in TEMPORARY or status >= 500
             if self.without_template and "chat template" in text:
                 text = f"{self.without_template}; {text}"

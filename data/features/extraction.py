@@ -154,7 +154,7 @@ def extract_features(
     target = Target.of(model, device=str(state.device))
     packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
     check_known(packed, (), target.tokenizer, target.embeddings.vocab_size)
-    folder = Path(str(config.path))
+    folder = config.folder
     spec, left = sequences_left(folder, spec_of(target, packed, layers.of(target), config))
 
     def make(sequences: list[int]) -> Copying:

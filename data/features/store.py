@@ -210,7 +210,8 @@ class FeatureStore:
         """Write a claimed shard of groups of sequences, then its entry; refuse a full disk; other shards stay."""
         tensors = {key: torch.cat([group[key] for group in groups]) for key in groups[0]}
         content = save(tensors)
-        entry = Entry(sequences, [self._digest(sequence) for sequence in split(tensors)], len(content))
+        rows = [{key: tensor[i : i + 1] for key, tensor in tensors.items()} for i in range(len(sequences))]
+        entry = Entry(sequences, list(map(self._digest, rows)), len(content))
         try:
             atomic_write(self._shard(name), content)
             write_checked(self.folder / INDEX / f"{name}.json", asdict(entry))
@@ -240,12 +241,6 @@ class FeatureStore:
             f"{self._shard(name)}: sequence {sequence} {what}; remove {self.folder / INDEX / name}.json and extract "
             "again"
         )
-
-
-def split(sequences: NamedTensors) -> list[NamedTensors]:
-    """Return the tensors of each sequence."""
-    count = len(next(iter(sequences.values())))
-    return [{name: tensor[i : i + 1] for name, tensor in sequences.items()} for i in range(count)]
 
 
 class EncodedTensor(NamedTuple):
