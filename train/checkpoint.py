@@ -40,8 +40,9 @@ from heads.base import NamedTensors
 from heads.common.errors import one_line
 from heads.common.files import flush, read_checked, write_checked
 from heads.common.typed import Json
-from heads.common.untrusted import inside
+from heads.common.untrusted import inside, shown
 from heads.formats.store import RETIRED
+from heads.formats.weights import header
 from train.config import TrainerConfig
 from train.distributed.processes import ProcessControl
 from train.distributed.strategy import counts_on, gather, local_shard, write_local_shard, write_master_shard, zero_stage
@@ -120,6 +121,9 @@ def defect(path: Path, rank: int, world: int) -> str:
         for name, about in sorted(index["shards"].items())[rank::world]:
             if content_hash(inside(path, name)) != about["sha256"]:
                 return f"{path / name}: damaged, its checksum is not that of its content"
+            named = {tensor for tensor, held in index["tensors"].items() if held["shard"] == name}
+            if lost := sorted(named - header(path / name).keys()):
+                raise ValueError(f"{file}: damaged, it names {shown(lost[0])}, which {name} does not hold")
         if not {about["shard"] for about in index["tensors"].values()} <= index["shards"].keys():
             return f"{file}: damaged, it names a shard without a checksum"
     except (KeyError, TypeError, AttributeError) as error:
@@ -409,10 +413,16 @@ def first_init(out: Path, head: str) -> str | None:
 def differences(then: Json, now: Json) -> str:
     """Return the changed settings with both values; settings that only `now` has are ignored."""
     lost = {f"head.{key}" for key in RETIRED.get(str(now.get("head.name")), ())}
-    keys = [key for key in then if then[key] != now.get(key) and key not in lost]
-    values = {key: [json.dumps(settings.get(key)) for settings in (then, now)] for key in keys}
-    shown = {key: [text if len(text) <= SHOWN else f"{text[:SHOWN]}…" for text in both] for key, both in values.items()}
-    return ", ".join(f"{key} ({before}, now {after})" for key, (before, after) in shown.items())
+
+    def short(value: Any) -> str:
+        text = json.dumps(value)
+        return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+    return ", ".join(
+        f"{key} ({short(before)}, now {short(now.get(key))})"
+        for key, before in then.items()
+        if before != now.get(key) and key not in lost
+    )
 
 
 def plain(values: Json) -> Json:

@@ -223,6 +223,17 @@ def test_shards_of_several_processes_become_one_checkpoint(tmp_path: Path) -> No
     assert ["damaged" in checkpoint.defect(final, rank, 3) for rank in range(3)] == [False, True, False]
 
 
+def test_an_index_that_names_a_tensor_which_its_shard_does_not_hold_is_damaged(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    index = checkpoint.read_checked(path / "index.json")
+    shard = next(iter(index["shards"]))
+    checkpoint.write_checked(path / "index.json", index | {"tensors": {"weight/lost": {"shard": shard}}})
+    assert checkpoint.defect(path, 0, 1) == (
+        f"{path / 'index.json'}: damaged, it names 'weight/lost', which {shard} does not hold"
+    )
+    assert checkpoint.defect(path, 1, 2) == "", "another process checks that shard"
+
+
 def test_another_heads_tensors_are_refused(tmp_path: Path) -> None:
     path, other = written(tmp_path), state()
     other.head.c = nn.Linear(2, 2).requires_grad_(False)
