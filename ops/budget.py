@@ -35,7 +35,7 @@ from heads.common.command import command, quoted
 from heads.common.files import replacing, write_json
 from heads.common.progress import print_line
 from heads.common.typed import Count, Json, NewTokens, Within, typed
-from heads.common.untrusted import parse_json, shown
+from heads.common.untrusted import parsed_file, shown
 from ops.commands import REFUSED, run_command, split_config
 from train import sweep
 from train.checkpoint import checkpoints, differences, folder_of, plain, step_of
@@ -168,7 +168,7 @@ class Forecast:
         elif not run.resume:
             raise ValueError(f"{run.out} holds a forecast already: give resume=true or overwrite=true")
         else:
-            self.state = parse_json(path.read_bytes())
+            self.state = parsed_file(path, "start again with overwrite=true")
             if changed := differences(self.state["settings"], settings):
                 raise ValueError(f"{path}: resume=true needs the settings that it began with; changed are {changed}")
         if config.log is not None:  # all trainings read a copy, since a service may append lines

@@ -127,8 +127,9 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
             raise
         return unknown(NAME, f"nothing to measure on ({error})")
     limit = head.report["settings"].get("max_new_tokens") if reported is not None else None
+    most = min(limit, config.max_new_tokens) if isinstance(limit, int) and limit > 0 else config.max_new_tokens
     prompts = [prompt.token for prompt in read.prompts]
-    generations = decoded(target, loaded, tree, prompts, min(limit or config.max_new_tokens, config.max_new_tokens))
+    generations = decoded(target, loaded, tree, prompts, most)
     tau = metrics.acceptance(generations).tau or 1.0  # answers of one token have no steps
     bounds = metrics.tau_interval(generations, 0, metrics.cluster_prompts(prompts)) or (tau, tau)
     here = f"τ {_shown(tau, bounds)} on {len(prompts)} prompts of {read.name}, tree {tree.label}"

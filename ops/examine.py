@@ -133,12 +133,13 @@ class Examined:
     @property
     def said_target(self) -> str | None:
         """Return the target named in the head's files, or None."""
-        return (
-            section(self.config, "target").get("name")
-            or section(section(self.config, "speculators_config"), "verifier").get("name_or_path")
-            or self.config.get("base_model_name_or_path")
-            or self.reference.get("base_model")
+        names = (
+            section(self.config, "target").get("name"),
+            section(section(self.config, "speculators_config"), "verifier").get("name_or_path"),
+            self.config.get("base_model_name_or_path"),
+            self.reference.get("base_model"),
         )
+        return next((name for name in names if name and isinstance(name, str)), None)
 
 
 def section(values: Json, key: str) -> Json:

@@ -95,12 +95,13 @@ def read_replies(events: Events, model: str) -> Replies:
             raise EndpointError("error", str(message))
         if event.get("model") != model:
             raise EndpointError("wrong_model", f"the reply is {event.get('model')!r}'s")
-        usage = event.get("usage") or usage
+        if isinstance(counts := event.get("usage"), dict):
+            usage = counts or usage
         try:
             for position, choice in enumerate(event.get("choices") or []):
-                index = choice.get("index", position)
+                index = int(choice.get("index", position))
                 choices[index] = joined(choices.get(index, Reply()), choice, end)
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise EndpointError("choices", str(event["choices"])) from error
     if not choices:
         raise EndpointError("choices", "the reply has no choice")
@@ -122,7 +123,8 @@ def read_tokens(logprobs: Any) -> list[Token]:
     def entry(one: Record) -> tuple[bytes, float]:
         """Return a token's bytes, which are listed for part of a character, and its logprob."""
         listed = one.get("bytes")
-        return bytes(listed) if isinstance(listed, list) else str(one["token"]).encode(), max(one["logprob"], LEAST)
+        text = bytes(listed) if isinstance(listed, list) else str(one["token"]).encode()
+        return text, max(LEAST, one["logprob"])  # in this order NaN is LEAST too
 
     try:
         content = logprobs.get("content")

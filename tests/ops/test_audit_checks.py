@@ -340,6 +340,7 @@ def test_replies_are_assembled_from_their_events() -> None:
     for logprobs, tokens in (
         ({"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [None]}, []),
         ({"content": [{"token": "a", "bytes": 10**12, "logprob": -math.inf}]}, [Token(b"a", -9999.0, {})]),
+        ({"content": [{"token": "a", "logprob": math.nan}]}, [Token(b"a", -9999.0, {})]),
         ({"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"b": -2}]}, [Token(b"a", -1.0, {b"b": -2.0})]),
     ):
         assert read_tokens(logprobs) == tokens

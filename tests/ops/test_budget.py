@@ -204,6 +204,11 @@ def test_a_killed_forecast_continues_where_it_was(tmp_path: Path) -> None:
         stage.forecast()
     with pytest.raises(ValueError, match=r"changed are share \(0\.25, now 0\.5\)"):
         stage.forecast(replace(stage.config, forecast=replace(stage.config.forecast, share=0.5)), resume=True)
+    kept = (stage.out / STATE).read_bytes()
+    (stage.out / STATE).write_bytes(kept[:-9])
+    with pytest.raises(ValueError, match=r"forecast\.json: damaged \(.*\); start again with overwrite=true"):
+        stage.forecast(resume=True)
+    (stage.out / STATE).write_bytes(kept)
     (again := stage.forecast(resume=True)).finish(again.choose())
     assert again.state["points"] == one.state["points"]
     ends = [[word for word in run if not word.startswith("out=")] for run in (stage.runs[-1], whole.runs[-1])]

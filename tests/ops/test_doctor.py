@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -382,6 +383,18 @@ def test_no_value_of_another_kind_stops_it(
     (folder / "report.json").write_text(json.dumps(value))
     (folder / "tokenizer_reference.json").write_text(json.dumps(value))
     assert examine(asked(folder, ward.target, False))
+
+
+def test_records_that_name_no_target_and_no_number_of_tokens(tmp_path: Path, ward: Ward) -> None:
+    folder = untrained(ward, tmp_path / "head")
+    report = json.loads((folder / "report.json").read_text())
+    report["settings"]["max_new_tokens"] = ["many"]
+    (folder / "report.json").write_text(json.dumps(report))
+    assert examine(asked(folder, ward.target, True))
+    change(folder, config=set_to(base_model_name_or_path=["me/target"], speculators_config=[]))
+    (folder / "tokenizer_reference.json").unlink()
+    with pytest.raises(ValueError, match="its files do not say its target"):
+        examine(replace(asked(folder, ward.target, False), target=None))
 
 
 def test_what_is_not_recorded_is_not_known(tmp_path: Path, ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -403,6 +403,8 @@ PIECE = {"model": MODEL, "choices": [{"delta": {"content": "a"}, "finish_reason"
         ([{"object": "error", "message": "no memory", "code": 500}], "no memory"),
         ([{**PIECE, "model": "other"}], "wrong_model: the reply is 'other'"),
         ([PIECE, PIECE], "the reply does not count its tokens"),
+        ([{**PIECE, "usage": [3]}], "the reply does not count its tokens"),
+        ([{**PIECE, "choices": [{"index": "first"}, {"index": 1}]}], "choices"),
         ([{**PIECE, "choices": PIECE["choices"] * 2}], "choices"),
         ([{**PIECE, "choices": None}], "choices"),
         ([{**PIECE, "choices": [{"delta": None, "finish_reason": None}]}], "finish_reason"),
