@@ -158,10 +158,10 @@ def audited(config: AuditConfig) -> Verdict:
     out, client = Path(config.out).expanduser(), config.client
     check_writable(out, "out")
     server = Server(config.url, client, "url")
-    sides = {AUDITED: server}
     plain = replace(client, extra={**client.extra, **config.plain})
-    sides[BASELINE] = Server(config.baseline or config.url, plain, BASELINE)
-    sides[BASELINE].check_baseline_of(server)
+    baseline = Server(config.baseline or config.url, plain, BASELINE)
+    baseline.check_baseline_of(server)
+    sides = {AUDITED: server, BASELINE: baseline}
     selection = Selection(config.prompts, 0, False, "first", True)
     questions = [
         question
@@ -201,7 +201,7 @@ def audited(config: AuditConfig) -> Verdict:
         difference = shown[0]
         concurrent = cycled(questions, difference.in_flight)[1 : difference.in_flight]
         texts[REPRODUCTION] = reproduction(audit, difference, concurrent, key)
-        lines += f"\nreproduction: python {out / REPRODUCTION} {server.url} {sides[BASELINE].url}"
+        lines += f"\nreproduction: python {out / REPRODUCTION} {server.url} {baseline.url}"
     for name, text in texts.items():
         atomic_write(out / name, text.encode(errors="replace"))
     print(visible(lines))

@@ -220,9 +220,9 @@ def windows(server: Metrics, config: WatchConfig) -> Iterator[SpecDecodingStats]
         time.sleep(config.poll)
         away = time.monotonic() - last > config.away
         after = server.counters() if away else server.reading()
-        if after is None and away:
-            raise ValueError(f"{server.url}/metrics has been an error for more than {config.away:g} s")
         if after is None:
+            if away:
+                raise ValueError(f"{server.url}/metrics has been an error for more than {config.away:g} s")
             continue
         last = time.monotonic()
         if restarted(before, after):
@@ -303,9 +303,12 @@ class Log:
             try:
                 raw = json_object(line)
                 passes = counts_in(raw)
-                if passes is None and self.replay is None:
-                    raise ValueError("it counts no accepted tokens: give run=, whose head is then replayed along it")
-                passes = self.replay(raw, self.lines) if passes is None and self.replay else passes
+                if passes is None:
+                    if self.replay is None:
+                        raise ValueError(
+                            "it counts no accepted tokens: give run=, whose head is then replayed along it"
+                        )
+                    passes = self.replay(raw, self.lines)
             except ValueError as error:
                 self.skipped += 1
                 where = f"{self.path}: line {self.lines}"
@@ -314,7 +317,7 @@ class Log:
                 if self.skipped == 1:
                     log.warning("%s is left out, as others like it will be: %s", where, visible(str(error)))
                 continue
-            if passes is not None and passes.steps:
+            if passes.steps:
                 self.numbers.append(self.lines - 1)
                 yield passes
 
