@@ -37,6 +37,7 @@ def smooth(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         (serve.status(503, "busy", Retry_After="7"), [(7, 7), (7, 7)]),
         (serve.status(429, "slow down", Retry_After="0"), [(0, 0), (0, 0)]),
         (serve.status(429, "slow down", Retry_After="Wed, 21 Oct 2099 07:28:00 GMT"), [(0.5, 1.5), (1.0, 3.0)]),
+        (serve.status(429, "slow down", Retry_After="²"), [(0.5, 1.5), (1.0, 3.0)]),
         (serve.status(425, "early"), [(0.5, 1.5), (1.0, 3.0)]),
         (serve.text(lambda whole: whole[:-9]), [(0.5, 1.5), (1.0, 3.0)]),
     ],
