@@ -85,15 +85,9 @@ class Decoded:
 
 
 class Engine:
-    """The decoder of a server.
+    """The decoder of a server, with a `fault` of FAULTS if it speculates; a pass takes `pass_s` seconds.
 
-    Attributes:
-        speculates: whether it drafts.
-        fault: a key of FAULTS, empty for none; what does not speculate has none.
-        noise: standard deviation, in nats, of what rounding adds to each logit of the target's passes.
-        pass_s: seconds that a pass takes.
-        running: the texts in the making.
-        counts: what its metrics show.
+    `noise` is the standard deviation, in nats, of what rounding adds to each logit of the target's passes.
     """
 
     def __init__(

@@ -52,17 +52,10 @@ class Pages(Connection, BaseHTTPRequestHandler):
 
 
 class Served(LocalServer):
-    """The server.
+    """A server with the metrics of an `engine`, empty for none; if `detailed`, replies tell of their own drafts.
 
-    Attributes:
-        engine: vllm or sglang, whose metrics it has; empty: none.
-        drafts: whether it speculates.
-        detailed: whether replies tell of their own drafts.
-        stream: whether it streams.
-        hidden: whether its metrics are not to be seen.
-        lag: seconds after an answer in which the metrics do not know of it.
-        words: its answer to a prompt.
-        before: called with every request's body before the answer; may raise.
+    Metrics may be `hidden`, or know of an answer after a `lag` in seconds. `words` answers a prompt; `before` is called
+    with every request's body before the answer, and may raise.
     """
 
     def __init__(self, engine: str = "vllm", drafts: bool = True, detailed: bool = False, stream: bool = True) -> None:

@@ -387,9 +387,7 @@ def test_no_value_of_another_kind_stops_it(
 
 def test_records_that_name_no_target_and_no_number_of_tokens(tmp_path: Path, ward: Ward) -> None:
     folder = untrained(ward, tmp_path / "head")
-    report = json.loads((folder / "report.json").read_text())
-    report["settings"]["max_new_tokens"] = ["many"]
-    (folder / "report.json").write_text(json.dumps(report))
+    change(folder, report=within("settings", max_new_tokens=["many"]))
     assert examine(asked(folder, ward.target, True))
     change(folder, config=set_to(base_model_name_or_path=["me/target"], speculators_config=[]))
     (folder / "tokenizer_reference.json").unlink()

@@ -17,14 +17,9 @@ def asked(
     script: str, job: dict[str, Any], newest: str | None = None, hub: dict[str, str] | None = None,
     environment: Path = ENVIRONMENT,
 ) -> Any:  # fmt: skip
-    """Return a script's answer to a job.
+    """Return a script's answer to a job, run by an environment's Python.
 
-    Args:
-        script: a file beside this one.
-        job: what it reads.
-        newest: the engine whose newest Python files it imports; None for the installed ones.
-        hub: the environment by which the Hub is found; None for no Hub.
-        environment: of the Python that runs it.
+    `newest` is the engine whose newest Python files it imports, `hub` the variables by which the Hub is found.
     """
     python = environment / "bin" / "python"
     assert python.exists(), "there is no environment for the engines: make test-serving makes it"
