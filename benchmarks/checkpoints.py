@@ -45,7 +45,7 @@ def prepared(run: RunConfig) -> Loop:
     run = replace(run, head=head.config)
     samples, _, _ = load_training(run.data, target.tokenizer, run.trainer.eval_prompts, run.workload)
     choose_draft_vocab(head, token_counts(samples, target.embeddings.vocab_size))
-    batches = batches_for(run, pack(samples, run.data.length), accelerator)
+    batches = batches_for(run.trainer, pack(samples, run.data.length), accelerator)
     source = source_for(run.features, target, head, batches)
     return loop_of(run, accelerator, target, head, source, [], values_of(run), {})
 

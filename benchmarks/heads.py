@@ -83,7 +83,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     run = replace(run, init=init)
     choose_draft_vocab(head, token_counts(samples, target.embeddings.vocab_size))
     accelerator = Accelerator(cpu=True)
-    batches = batches_for(run, pack(samples, run.data.length), accelerator)
+    batches = batches_for(run.trainer, pack(samples, run.data.length), accelerator)
     fit_init(head, init, target.target, batches, run.trainer.steps)
     source = LiveFeatures(target, batches, head.feature_layers)
     loop = loop_of(run, accelerator, target.target, head, source, [], values_of(run), {})

@@ -250,7 +250,7 @@ def train_ours(job: Job, name: str, seed: int, steps: int, out: Path) -> dict[st
     target = Target.of(run.model, device="cpu")
     head, run = job.head(run, target)
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
-    source = Recorded(LiveFeatures(target, batches_for(run, job.packed, accelerator), head.feature_layers))
+    source = Recorded(LiveFeatures(target, batches_for(run.trainer, job.packed, accelerator), head.feature_layers))
     loop_of(run, accelerator, target, head, source, [], values_of(run), {}).train()
     head = load_head(out / "head", job.target.embeddings, target.spec)
     return {"head": head, "rows": source.rows, "parameters": parameter_count(head)}

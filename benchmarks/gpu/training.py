@@ -57,7 +57,7 @@ def stepper(
     head: Any = init_head(*resolve_init(run.init, run.head, target), target).to(target.device)
     samples = documents(8 * rows * run.data.length, min(USED, target.embeddings.vocab_size), bench.toy, answers)
     choose_draft_vocab(head, token_counts(samples, target.embeddings.vocab_size))
-    batches = batches_for(run, pack(samples, run.data.length), accelerator)
+    batches = batches_for(run.trainer, pack(samples, run.data.length), accelerator)
     source, width = LiveFeatures(target, batches, head.feature_layers), target.embeddings.hidden_size
     if compiled:
         source.forwards = target.compiled_forwards()
