@@ -30,7 +30,7 @@ ROLES = _by_name(
 PARTS = _by_name(  # a part's type, or its key in Bedrock and Gemini -> its kind
     text="text input_text output_text",
     reasoning="thinking reasoning reasoningContent reasoning_content reasoning_text reasoning.text",
-    call="tool_use tool-call tool_call toolUse functionCall function_call custom_tool_call",
+    call="tool_use tool-call tool_call toolUse functionCall function_call custom_tool_call function",
     result="tool_result tool-result tool_call_response toolResult functionResponse function_response "
     "function_call_output custom_tool_call_output function_result tool_call_result",
     hidden="redacted_thinking redactedContent reasoning.encrypted reasoning.summary",
@@ -48,7 +48,7 @@ SPEAKERS = ROLES.keys() - {*CALLERS}
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
 FINISH = {
     "finish_reason", "finishReason", "stop_reason", "stopReason", "done_reason",
-    "incomplete_details", "generation_info", "response_metadata", "amazon-bedrock-guardrailAction",
+    "incomplete_details", "generation_info", "response_metadata", "amazon-bedrock-guardrailAction", "$ai_stop_reason",
 }  # fmt: skip
 ENDS = ("stop", "end_turn", "eos", "eos_token", "tool_use", "tool_calls")  # stop reasons that are not a stop string
 WEIGHTS = {"weight", "training", "train", "loss"}  # fields by which a message is not trained: OpenAI's; others'
@@ -79,8 +79,8 @@ STEP = re.compile(r"step-start|tool-(?!call$|result$)|dynamic-tool")  # types of
 HIDDEN = "hidden"  # the field of a message whose server withheld the reasoning
 # Patterns for `match`: `search` would try each of them at every character.
 REPLACED = re.compile(  # what a log writes in place of a text: also Python's repr of a reply, Strands' parts in JSON
-    r"(redacted-by-litellm|__REDACTED__)$|<truncated due to size|\[Scrubbed due to |<NoneType re"
-    r"|[\[{]+'(?:message\.)?(?:role|messages|contents?|choices|id)': |(?:ChatCompletion|ModelResponse|Response)\(id="
+    r"(redacted-by-litellm|__REDACTED__)$|<truncated due to size|\[Scrubbed due to |<NoneType re|<[\w.]+ object at 0x"
+    r"|[\[{]+'(message\.)?(?:role|messages|contents?|choices|id)': |(?:ChatCompletion|ModelResponse|Response)\((id|\s)"
     r'|\[\{"(?:text|toolUse|toolResult)": |(?s:.*)\(litellm_truncated'
 )
 # What Cline writes in place of an answer, or behind one that was interrupted.
@@ -286,7 +286,8 @@ def _result_text(result: Message) -> str:
     key = next((key for key in ("content", "output", "response", "result") if key in result), "")
     value = result.get(key, "")
     listed = value if isinstance(value, list) and value else [value]
-    are_parts = all(isinstance(one, dict) and one.get("type") in PARTS for one in listed)
+    plain = [{"text"}] if listed is value else ()  # Strands'
+    are_parts = all(isinstance(one, dict) and (one.get("type") in PARTS or one.keys() in plain) for one in listed)
     is_text = key in ("content", "output") or isinstance(value, str | None) or are_parts
     return text_of(value) if is_text else json.dumps(value, ensure_ascii=False)
 
@@ -326,8 +327,11 @@ def _take(piece: Message, by_kind: dict[str, list[Any]]) -> str:
         body = first(piece, ("text", "content"), "")
         if not isinstance(body, str):
             raise TypeError("a text part holds no text")
+        if body.startswith('{"reasoningContent": '):  # OpenLLMetry's, of Bedrock's
+            return _take(parsed(body), by_kind)
         kind = "nothing" if not body else "reasoning" if piece.get("thought") is True else "text"  # Gemini
     elif kind == "reasoning":
+        body = body["content"] if isinstance(body.get("content"), dict) else body  # Strands'
         text = body.get("reasoningText", body)
         value = first(text, ("thinking", "text", "content", "reasoning"), "")
         if isinstance(value, list):  # a Responses item's own reasoning; its summary is by another model
@@ -362,7 +366,8 @@ def tools_of(value: Any) -> tuple[Message, ...]:
     tools: Messages = []
     several = (tool.get("functionDeclarations", tool.get("function_declarations", [tool])) for tool in listed)
     for given in (filled(tool, (*GIVEN, "input_schema")) for declared in several for tool in declared):
-        tool = parsed(first(given, ("toolSpec", "json_schema"), given))
+        tool = parsed(given.get("json_schema", given))  # OpenInference's, of Bedrock's too
+        tool = tool.get("toolSpec", tool)
         if "cachePoint" in tool:
             continue
         if "function" not in tool and "name" in tool:

@@ -26,6 +26,7 @@ SHAPES = (
     ("OpenTelemetry gen_ai span", "attributes", "attributes/gen_ai.output.messages"),
     ("MLflow span", "attributes/mlflow.spanInputs", "attributes/mlflow.spanOutputs"),
     ("request and response", "span_data", "span_data/output"),
+    ("PostHog", "properties", "properties/$ai_output_choices"),
     ("request and response", "request", "response"),
     ("LiteLLM spend log", "proxy_server_request", "response"),
     ("request and response", "requestBody", "responseBody"),
@@ -34,7 +35,7 @@ SHAPES = (
     ("request and response", "RequestBody", "ResponseBody"),
     ("request and response", "RequestMessages", "ResponseMessages"),
     ("request and response", "ai/proxy/payload/request", "ai/proxy/payload/response"),
-    *((f"chat and {reply}", "", reply) for reply in REPLIES),
+    *((f"chat and {reply}", "", reply) for reply in (*REPLIES, "$ai_output_choices")),
     ("preference pair", "chosen", ""),
     ("OpenAI Batch input", "body", ""),
     ("Anthropic batch input", "params", ""),
@@ -43,7 +44,7 @@ SHAPES = (
 )
 CHATS = (
     "messages", "conversations", "contents", "gen_ai.input.messages", "input", "prompt", "turns", "body",
-    "kwargs", "conversation", "values",
+    "args", "kwargs", "conversation", "values", "$ai_input",
 )  # fmt: skip
 TURNS = ("turns", "prompt")  # of them those whose texts are a user's turns
 SYSTEM = (
@@ -54,19 +55,19 @@ SYSTEM = (
 TOOLS = (
     "tools", "toolConfig/tools", "gen_ai.tool.definitions", "functions", "config/tools",
     "model_parameters/tools", "optional_params/tools", "extra/invocation_params/tools",
-    "metadata/tools", "kwargs/tools", "attributes/mlflow.chat.tools", "attributes/invocation_params/tools",
+    "metadata/tools", "kwargs/tools", "attributes/mlflow.chat.tools", "attributes/invocation_params/tools", "$ai_tools",
 )  # fmt: skip
 QUESTIONS = ("prompt", "question", "instruction", "query")
 ANSWERS = ("answer", "output", "response", "completion", "chosen", "generation")
 HOLDERS = (
     "choices", "candidates", "generations", "output", "message", "content", "gen_ai.output.messages",
-    "messages", "streamed_data", "chunks", "outputs",
+    "messages", "streamed_data", "chunks", "outputs", "replies",
 )  # fmt: skip
 NO_ANSWER, STEP = "no answer", "a step of a trace that is no call of a model"
 WRITTEN = {"text", "response", "reasoning_content", "tool_calls", "usage", "logprobs", "citations"}  # keys of an answer
 CALL = {"function", "toolName"}  # keys of a call, of which a reply may be a list
 MODELS = (
-    "model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model", "llm.model_name",
+    "model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model", "llm.model_name", "$ai_model",
     "metadata/model", "provided_model_name", "extra/metadata/ls_model_name", "extra/invocation_params/model",
 )  # fmt: skip
 EARLIER = ("previous_response_id", "conversation", "cachedContent", "cached_content")  # what the server has
@@ -75,12 +76,12 @@ TRACES = {"trace_id", "traceId", "parentRunId"}  # keys of a trace's step
 STEPS = (
     "type", "run_type", "span_kind", "attributes/gen_ai.operation.name", "attributes/openinference.span.kind",
     "attributes/traceloop.span.kind", "attributes/mlflow.spanType", "span_attributes/type", "attributes/weave/kind",
-    "attributes/span_kind", "span_data/type",
+    "attributes/span_kind", "span_data/type", "event",
 )  # fmt: skip
 NO_CALLS = {
     "SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL", "RERANKER",
     "PROMPT", "PARSER", "WORKFLOW", "TASK", "EMBEDDINGS", "EXECUTE_TOOL", "INVOKE_AGENT", "CREATE_AGENT",
-    "INVOKE_WORKFLOW", "FUNCTION", "SCORE", "EVAL", "SEARCH", "RETRIEVAL",
+    "INVOKE_WORKFLOW", "FUNCTION", "SCORE", "EVAL", "SEARCH", "RETRIEVAL", "$AI_SPAN", "$AI_TRACE", "$AI_EMBEDDING",
 }  # fmt: skip
 TAGGED = re.compile(r"\s*<(reasoning|thought)>(.*?)</\1>\s*", re.DOTALL)  # reasoning of Bedrock's gpt-oss; of Gemini
 RENDERED = re.compile(  # what a chat template, or a client of an older API, writes between turns
@@ -196,7 +197,9 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
         spoken = ({"reasoning": thought, **one, "role": one.get("role") or "assistant"} for one in reply)  # Gemini's
         reply = [{"message": one, "finish_reason": reason} for one in spoken if one["role"] != "thinking"]
     if reply is not None:
-        replied = _answered(reply, notes, reasons_in(raw.get("metadata")))  # Langfuse's and Braintrust's
+        replied = _answered(reply, notes, reasons_in(raw.get("metadata", raw.get("properties"))))  # tracers'
+        if streams.FURTHER not in notes and {at(raw, "modelParameters/n"), at(raw, "metadata/n")} & {*range(2, 129)}:
+            raise LeftOutError("several choices in one text")  # Langfuse's, Opik's and Braintrust's of a stream
         messages = replied if any(message["role"] == "user" for message in replied) else messages + replied
     holders = [holder for holder in (reply, request, raw) if isinstance(holder, dict)]
     model = next((str(value) for holder in holders for key in MODELS if (value := at(holder, key))), "")
@@ -233,7 +236,7 @@ def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
             return request, value
         if isinstance(value, list) and value and isinstance(value[0], str) and is_record and key in TURNS:
             return request, [_question(value[0])]  # the first turn is asked
-        if isinstance(value, str) and value and not is_record and key not in ("body", "conversation"):
+        if isinstance(value, str) and value and not is_record and key not in ("args", "body", "conversation"):
             return request, [_question(value)]
     return None
 

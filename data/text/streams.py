@@ -7,7 +7,7 @@ from typing import Any
 from data.text.files import Raw
 from data.text.parts import LeftOutError, finish_reasons, first, parsed
 
-ERRORS = {"error", "errors", "errorCode", "error.type", "error_str", "exception"}
+ERRORS = {"error", "errors", "errorCode", "error.type", "error_str", "exception", "error_info", "$ai_is_error"}
 STATUS = {"status_code", "response_status", "status", "level", "type"}
 FAILED = {"failed", "failure", "error", "cancelled", "errored", "canceled", "expired"}
 FAILURE, FURTHER = "an error in place of an answer", "with further choices, which are left out"
@@ -17,13 +17,14 @@ REASONED = {  # keys of a usage that count the tokens of reasoning
     "reasoning_tokens", "reasoningTokens", "thoughtsTokenCount", "thoughts_token_count", "reasoning",
     "output_reasoning_tokens", "output_reasoning", "completion_reasoning_tokens", "gen_ai.usage.reasoning_tokens",
     "gen_ai.usage.reasoning.output_tokens", "llm.token_count.completion_details.reasoning",
+    "ai.usage.reasoningTokens", "original_usage.completion_tokens_details.reasoning_tokens", "$ai_reasoning_tokens",
 }  # fmt: skip
 LOGGED = [  # keys by which a JSON text is recognised as a request or a reply
     {*keys.split()}
     for keys in (
         "messages", "contents", "choices", "candidates", "generations", "role content", "role parts", "role tool_calls",
         "model input", "object output", "output stopReason", "model done", "type call_id",
-        "type content additional_kwargs", "args kwargs",
+        "type content additional_kwargs", "args kwargs", "$ai_input",
     )
 ]  # fmt: skip
 # Fields of a stream that are replaced, not appended.
@@ -85,7 +86,7 @@ def check_error(holder: Any) -> None:
         raise LeftOutError(FAILURE)
 
 
-def counts_reasoning(fields: Raw, names: Set[str] = USAGE) -> bool:
+def counts_reasoning(fields: Raw, names: Set[str] = USAGE | {"properties"}) -> bool:
     """Return whether a usage in a record or a reply, or one of its fields `names`, counts tokens of reasoning."""
     for name in fields.keys() & names:
         value = fields[name]

@@ -227,10 +227,13 @@ def _span(lines: Records) -> Yielded:
     if any(at(raw, path) in STATUS_ERROR for path in ("status/code", "status/status_code", "status_code")):
         given.setdefault("error.type", "status")
     spoken: Raw = {"gen_ai.input.messages": [], "gen_ai.output.messages": []}
+    chunks: Raw = {}  # MLflow's
     logged = [{"name": fields.get("event.name"), "attributes": fields} for fields in parsed(given.get("events")) or ()]
     for event in [*(raw.get("events") or ()), *logged]:  # Pydantic AI's older events are an attribute
         fields, named = event.get("attributes") or {}, EVENT.fullmatch(str(event.get("name")))
         given = {name: value for name, value in fields.items() if name.startswith("gen_ai.")} | given
+        if "mlflow.chunk.value" in fields:
+            chunks[event["name"]] = parsed(fields["mlflow.chunk.value"])
         body = parsed(fields.get("gen_ai.event.content")) or fields
         if named and named[2]:
             reply = parsed(body.get("message")) or body
@@ -262,6 +265,9 @@ def _span(lines: Records) -> Yielded:
     reason = given.get("llm.finish_reason") or tree.get("llm.finish_reason")  # OpenInference's, since April 2026
     given.setdefault("gen_ai.response.finish_reasons", [reason] if reason else reasons_in(response))
     given |= {name: parsed(given[name]) for name in IN_JSON & given.keys()}
+    if chunks:  # of a stream, whose output holds text alone; a span keeps its last 128 events
+        is_whole, output = "mlflow.chunk.item.0" in chunks, given["mlflow.spanOutputs"]
+        given["mlflow.spanOutputs"] = [*chunks.values()] if is_whole else {**output, "finish_reason": "length"}
     match given.get("mlflow.spanOutputs"):
         case [str(answer)]:  # DSPy's
             given["mlflow.spanOutputs"] = answer
@@ -269,7 +275,7 @@ def _span(lines: Records) -> Yielded:
     whole = str(at(response, "object")).startswith(("response", "chat.completion"))
     if (whole or not tree) and isinstance(request, dict):  # lists have no reasoning, and Responses' items as choices
         raw, lists = {**raw, "request": request, "response": response}, {}
-    given = {"gen_ai.output.messages": []} | lists | given
+    given = {"gen_ai.output.messages": [], "gen_ai.tool.definitions": at(request, "tools")} | lists | given
     is_chat = "request" in raw or given.keys() & {"gen_ai.input.messages", *IN_JSON}
     yield {**raw, "attributes": given} if is_chat or not raw.keys() & {"kind", "traceId"} else {"type": "SPAN"}
 
