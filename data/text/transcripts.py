@@ -100,7 +100,7 @@ def _claude_code(lines: Records) -> Yielded:
         parts[uuid] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
     results = {piece["tool_use_id"]: piece for given in parts.values() for piece in given if "tool_use_id" in piece}
     client = {uuid for uuid, message in spoken.items() if message.get("model") == SYNTHETIC}
-    written = {uuid for uuid in spoken if nodes[uuid]["type"] == "assistant"} - client
+    written = {uuid for uuid in spoken if nodes[uuid].get("type") == "assistant"} - client
 
     def path_to(uuid: str, stop: Container[str] = ()) -> dict[str, Raw]:
         """Return the lines from `uuid` back to the first line, or to a line in `stop`."""
@@ -265,9 +265,11 @@ def _span(lines: Records) -> Yielded:
     reason = given.get("llm.finish_reason") or tree.get("llm.finish_reason")  # OpenInference's, since April 2026
     given.setdefault("gen_ai.response.finish_reasons", [reason] if reason else reasons_in(response))
     given |= {name: parsed(given[name]) for name in IN_JSON & given.keys()}
-    if chunks:  # of a stream, whose output holds text alone; a span keeps its last 128 events
-        is_whole, output = "mlflow.chunk.item.0" in chunks, given["mlflow.spanOutputs"]
-        given["mlflow.spanOutputs"] = [*chunks.values()] if is_whole else {**output, "finish_reason": "length"}
+    output = given.get("mlflow.spanOutputs")
+    if "mlflow.chunk.item.0" in chunks:  # a stream's output holds text alone
+        given["mlflow.spanOutputs"] = [*chunks.values()]
+    elif chunks and isinstance(output, dict):  # a span keeps its last 128 events
+        given["mlflow.spanOutputs"] = {**output, "finish_reason": "length"}
     match given.get("mlflow.spanOutputs"):
         case [str(answer)]:  # DSPy's
             given["mlflow.spanOutputs"] = answer
