@@ -24,9 +24,10 @@ from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.hub import hub_errors, resolve_head, target_path
 from heads.formats.published.files import config_of
+from heads.formats.published.openvino import convert
 from heads.formats.store import read_config
 from train.release.config import CHECKPOINT, OPENVINO, PublishConfig
-from train.release.folder import FILES, convert, copy_with_head, write_folder, write_format
+from train.release.folder import FILES, copy_with_head, write_folder, write_format
 from train.release.hub import SHORT, downloaded, files_of, push, repository, trial_of
 
 __all__ = ["PublishConfig", "publish"]

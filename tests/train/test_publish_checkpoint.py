@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_layers import MtpModel
 
 from heads.base import Features, NewRows
+from heads.formats import checkpoint
 from heads.formats.store import INDEX, save_head
 from heads.mtp import Mtp
 from inference.drafters.head import load_mtp
@@ -31,7 +32,6 @@ from tests.inference.test_adapter import adapter
 from tests.train import jobs
 from tests.train.publishing import config
 from train.publish import publish
-from train.release import checkpoint
 
 ARCHITECTURES = {"qwen2": "MiMoForCausalLM"}  # MiMo is a Qwen2 for transformers
 FAMILIES = ["qwen2", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5 with vision"]

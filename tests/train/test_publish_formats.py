@@ -15,13 +15,14 @@ from heads import HEADS
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from heads.formats.hub import kind_of, load_found, resolve_head
+from heads.formats.published.openvino import convert
 from heads.formats.store import TargetSpec, save_head
 from inference.target.embeddings_only import EmbeddingsOnly
 from tests import toys
 from tests.train.publishing import VALUES
 from train.publish import PublishConfig, publish
 from train.release import folder
-from train.release.folder import assert_served, convert
+from train.release.folder import assert_served
 
 TARGET = ROOT / "examples" / "tiny"
 LAYER = {**toys.SINGLE, "length": None}

@@ -1,20 +1,12 @@
 """The published folder: a run's head, exported if a format is given, with its card, report and plots.
 
 Some export formats hold copies of the target's embedding and lm_head. The folder is replaced atomically.
-
-format=openvino is converted further by optimum-intel, target and head. Its `optimum-cli` runs as a command from an
-environment of its own, since it needs an older transformers than headstart. The layers that an EAGLE-3 head reads are
-a key of the converted head's rt_info; without the key OpenVINO reads outputs 2, L / 2 and L - 3, and none for a target
-of fewer than ten layers.
 """
 
 import json
 import logging
-import os
 import re
-import shlex
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -34,18 +26,17 @@ from heads.common.target_config import read_target_values
 from heads.common.typed import Json
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
 from heads.formats import custom_generate, lora
+from heads.formats.checkpoint import write_copy
 from heads.formats.hub import base_head, load_found, on_hub, target_path
 from heads.formats.mtp_layouts import FAMILIES, text_section
 from heads.formats.published import gguf
 from heads.formats.published.export import TargetFacts, check, engine_mismatch, export, refusals
-from heads.formats.published.plan import STATES
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
 from heads.mtp import Mtp
 from inference.target.config import DTYPES
 from inference.target.embeddings_only import AnyTarget, EmbeddingsOnly
 from inference.target.target import Target
 from train.release.card import card, view
-from train.release.checkpoint import write_copy
 from train.release.config import TEMPLATE, PublishConfig
 from train.release.hub import files_of
 
@@ -229,40 +220,3 @@ def assert_served(head: Any, path: str) -> None:
     """Refuse a head whose target engines would draft for differently (`engine_mismatch`)."""
     if (why := engine_mismatch(head.config, head.embeddings.extra_ops())) is not None:
         raise ValueError(f"{path}: {why}; publish without format")
-
-
-CLI = "optimum-cli"
-TASK = ["--task", "text-generation-with-past", "--trust-remote-code"]  # selects optimum's head classes
-MODEL = "openvino_model.xml"
-KEY = "hidden_layers_list"
-
-
-def convert(folder: Path, served: Json, target: str, say: Callable[[str], object]) -> None:
-    """Convert an exported head, of the config.json `served`, and its target into a folder next to it; `say` prints.
-
-    Without `optimum-cli` say how. Refuse with the converter's last line where it fails.
-    """
-    out = folder.with_name(f"{folder.name}-openvino")
-    export_model = [CLI, "export", "openvino", "-m"]
-    commands = [  # the small head first, since it may fail
-        [*export_model, str(folder), *TASK, str(out / "head")],
-        [*export_model, target, *TASK[:2], str(out / "target")],
-    ]
-    layers = " ".join(map(str, served.get("eagle_config", {}).get(STATES, [])))
-    file, entry = out / "head" / MODEL, f'<{KEY} value="{layers}" />'
-    commands += [["sed", "-i", rf"s|^\t<rt_info>|&{entry}|", str(file)]] if layers else []
-    if shutil.which(CLI) is None:
-        say(f"no {CLI} here; where optimum-intel is installed, these convert both:")
-        for command in commands:
-            say(shlex.join(command))
-        return
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    shutil.rmtree(out, ignore_errors=True)
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        if done.returncode:
-            why = (done.stderr.strip() or "no message").splitlines()[-1]
-            raise ValueError(f"{shlex.join(command)}: exit status {done.returncode} ({why})")
-    if layers and entry not in file.read_text(encoding="utf-8"):
-        raise ValueError(f"{file}: no rt_info to name the head's layers in; convert with optimum-intel 2.2.0")
-    say(f"{out}: target and head, converted")

@@ -17,6 +17,7 @@ medusa.py     Medusa: vLLM up to 0.32, the authors
 hydra.py      Hydra and Hydra++: the authors
 mlp.py        the MLP speculator, only read
 mimo.py       MTP in MiMo's layout: vLLM and SGLang, for other targets too
+openvino.py   EAGLE-3 and DFlash for OpenVINO GenAI, by its own converter
 gguf.py       EAGLE-3, DFlash and DSpark in one file for llama.cpp
 dflash.py     DFlash, DSpark and DFlash2: vLLM, SGLang; Domino: SGLang
 """
