@@ -397,10 +397,10 @@ class DeviceStep:
         batch_pass, attn_mask, key_position = self.cache.storage.tree_pass(
             slots.length, ancestor_mask, depth, end, fixed_shapes=self.fixed_shapes
         )
-        if self.allows_host_sync and size > 1 and target.takes_ragged and target.compiled is None:
+        if self.allows_host_sync and target.takes_ragged and target.compiled is None:
             valid = (tree.token >= 0) * slots.active[:, None]
             layout = Ragged.of((valid * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist(), slots.length.tolist())
-            if layout.tails:
+            if len(layout.groups) > 1:
                 return target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
         return target.run(token, position, attn_mask, batch_pass, layers, key_position)
 

@@ -35,6 +35,7 @@ Attended = tuple[Tensor, None]  # without the weights that transformers' signatu
 Window = int | None  # tokens of a sliding window; None for all of a document
 SDPA, GROUPED, RAGGED = "sdpa", "headstart_grouped", "headstart_ragged"
 SPLIT, TAIL = 8, 4  # the cost of a ragged pass, and of each attention call in it, in rows (benchmarks/batches.py)
+CALL = 256  # the cost of an attention call, in keys (benchmarks/answers.py)
 OTHER = ("position_bias", "softcap", "s_aux")  # options of an attention that are not supported here
 ATTENTION = "headstart_documents"
 BLOCK = 1024  # queries at a time, with a window
@@ -231,15 +232,20 @@ def takes_groups(query: Tensor, *, masked: bool) -> bool:
     return query.device.type != "cuda" or (query.dtype in HALF and not masked)
 
 
+class RowGroup(NamedTuple):
+    """Rows `begin` to `size` of the slots from `first` to `stop`, which attend together to keys up to `end`."""
+
+    first: int
+    stop: int
+    begin: int
+    size: int
+    end: int
+
+
 class Ragged(NamedTuple):
-    """The rows of a pass over sequences with drafts of different lengths, without most of the padding.
+    """A pass without most of the padding: groups of the first rows of all slots, then further rows of one each."""
 
-    The rows are the first `width` of each sequence, then for each of `tails` the rows of its slot from `width` on, to
-    the row `size`; its keys end at `end`.
-    """
-
-    width: int
-    tails: list[tuple[int, int, int]]  # slot, size, end
+    groups: list[RowGroup]
 
     @classmethod
     def of(cls, sizes: Sequence[int], lengths: Sequence[int]) -> "Ragged":
@@ -250,16 +256,24 @@ class Ragged(NamedTuple):
             return len(sizes) * width + sum(tails) + SPLIT * bool(tails)
 
         width = min({*sizes}, key=cost)
+        groups: list[RowGroup] = []
+        for slot, length in enumerate(lengths):
+            groups.append(RowGroup(slot, slot + 1, 0, width, length + width))
+            first, end = groups[-2:][0], max(group.end for group in groups[-2:])
+            if end * (slot + 1 - first.first) <= first.end * (slot - first.first) + length + width + CALL:
+                groups[-2:] = [first._replace(stop=slot + 1, end=end)]
         slots = enumerate(zip(sizes, lengths, strict=True))
-        return cls(width, [(slot, size, length + size) for slot, (size, length) in slots if size > width])
+        return cls(groups + [RowGroup(b, b + 1, width, size, n + size) for b, (size, n) in slots if size > width])
 
     def rows(self, sequences: int, size: int) -> tuple[list[int], list[list[int]]]:
         """Return for each row its index among "B N" nodes, and for each node its row; an absent node has the root's."""
-        nodes = [b * size + n for b in range(sequences) for n in range(self.width)]
-        row_of = [[b * self.width + n * (n < self.width) for n in range(size)] for b in range(sequences)]
-        for slot, end, _ in self.tails:
-            row_of[slot][self.width : end] = range(len(nodes), len(nodes) + end - self.width)
-            nodes += range(slot * size + self.width, slot * size + end)
+        nodes, row_of = list[int](), [[0] * size for _ in range(sequences)]
+        for first, stop, begin, end, _ in self.groups:
+            for slot in range(first, stop):
+                if not begin:
+                    row_of[slot] = [len(nodes)] * size
+                row_of[slot][begin:end] = range(len(nodes), len(nodes) + end - begin)
+                nodes += range(slot * size + begin, slot * size + end)
         return nodes, row_of
 
 
@@ -282,18 +296,15 @@ def attend_ragged(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any
 ) -> Attended:
     """Attend from rows laid out by `Ragged`, with the keys of all slots and the mask "B 1 N S" of the padded pass."""
-    (width, tails), count = LAYOUT.get(), len(attention_mask)
-    begin = count * width
-    first = query[0, :, :begin].unflatten(1, (count, width)).transpose(0, 1)
-    mask = attention_mask[:, :, :width]
-    parts = [attend_in_groups(module, first, key[:count], value[:count], mask, **kwargs)[0].flatten(0, 1)]
-    for slot, size, end in tails:
-        rows = query[:, :, begin : begin + size - width]
-        at = slice(slot, slot + 1)
-        mask = attention_mask[at, :, width:size, :end]
-        parts.append(attend_in_groups(module, rows, key[at, :, :end], value[at, :, :end], mask, **kwargs)[0][0])
-        begin += size - width
-    return torch.cat(parts)[None], None
+    row, outputs = 0, list[Tensor]()
+    for first, stop, begin, size, end in LAYOUT.get().groups:
+        at, count = slice(first, stop), (stop - first) * (size - begin)
+        nodes = query[0, :, row : row + count].unflatten(1, (stop - first, -1)).transpose(0, 1)
+        mask = attention_mask[at, :, begin:size, :end]
+        out, _ = attend_in_groups(module, nodes, key[at, :, :end], value[at, :, :end], mask, **kwargs)
+        outputs.append(out.flatten(0, 1))
+        row += count
+    return torch.cat(outputs)[None], None
 
 
 def group_attention(config: Any) -> None:

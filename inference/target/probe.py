@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 
 from heads.common.target_config import UNFIT
-from inference.target.attention import FULL, GROUPED, SLIDING, Ragged, spans_of
+from inference.target.attention import FULL, GROUPED, SLIDING, Ragged, RowGroup, spans_of
 from inference.target.model import TargetModel, TargetOutput
 from inference.verification.tree import DraftTree, ancestors, chain
 
@@ -179,8 +179,9 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, rag
     rows, seen, column = cache.storage.tree_pass(length, mask, depth, len(prompts[1]) + len(drafted.token))
     token = drafted.token.expand(2, -1)
     pass_inputs = token, length[:, None] + depth, seen, rows, layers, column
-    tails = [(slot, token.shape[1], len(sequence) + token.shape[1]) for slot, sequence in enumerate(prompts)]
-    out = target.run_ragged(Ragged(2, tails), *pass_inputs) if ragged else target.run(*pass_inputs)
+    ends = [len(sequence) + token.shape[1] for sequence in prompts]
+    groups = [RowGroup(b, b + 1, *rows, end) for rows in ((0, 2), (2, token.shape[1])) for b, end in enumerate(ends)]
+    out = target.run_ragged(Ragged(groups), *pass_inputs) if ragged else target.run(*pass_inputs)
     path = [0, int(drafted.parent[-1]), len(drafted.token) - 1]
     for row, sequence in enumerate(prompts):
         single = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)

@@ -45,8 +45,7 @@ def test_a_pass_whose_draft_ends_the_answer_commits_no_bonus() -> None:
 
 
 def test_tokens_cut_off_at_a_stop_are_not_counted() -> None:
-    cut = generation(3, [(4, 3)])  # four would have been committed, the second ended the answer
-    assert metrics.acceptance([cut]).tau == 2
+    assert metrics.acceptance([generation(3, [(4, 3)])]).tau == 2  # of four committed, the second ended the answer
 
 
 def test_plain_decoding_has_tau_one() -> None:

@@ -218,8 +218,7 @@ def written(folder: Path, told: Any) -> Path:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     made = full_report()
-    file = written(tmp_path, made.as_dict())
-    found = read_report(file)
+    found = read_report(written(tmp_path, made.as_dict()))
     assert found == made.as_dict()
     assert [row_of(row) for row in found["rows"]] == made.rows
     gates = {name: Gate.read(check) for name, check in found["settings"]["gate"].items()}
@@ -270,8 +269,7 @@ def with_gate(gate: Any) -> dict[str, Any]:
 )
 def test_what_is_no_report_is_refused_in_one_line(tmp_path: Path, told: Any, why: str) -> None:
     file = written(tmp_path, told)
-    line = refuses(why, read_report, file)
-    assert str(file) in line
+    assert str(file) in refuses(why, read_report, file)
 
 
 def test_a_missing_report_and_a_folder_are_named(tmp_path: Path) -> None:

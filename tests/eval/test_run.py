@@ -314,8 +314,7 @@ def test_workloads_and_categories_have_rows_of_their_own(runs: Path, tmp_path: P
     (tmp_path / "kinds.jsonl").write_text("\n".join(map(json.dumps, kinds)), encoding="utf-8")
     workloads = [str(tmp_path / "kinds.jsonl"), str(runs / "prompts.jsonl")]
     values = {"workload": workloads, "turns": "all", "hf": False, "temperature": [0, 1.0], "warmup": 1, "gate_tv": 0.1}
-    made = evaluate(small(runs, tmp_path, **values))
-    assert made.passed
+    assert evaluate(small(runs, tmp_path, **values)).passed
     told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     rows = {(row["workload"], row["temperature"]): row for row in told["rows"] if row["drafter"] == "eagle"}
     whole, parts = "kinds.jsonl", ("kinds.jsonl/a", "kinds.jsonl/b")

@@ -107,6 +107,5 @@ def test_a_config_from_outside_is_data(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     run = trained(tmp_path / "run")
     (tmp_path / "run" / "config.yaml").write_text(text, encoding="utf-8")
-    line = refuses(told, model_of, run, NOTHING)
-    assert "config.yaml" in line
+    assert "config.yaml" in refuses(told, model_of, run, NOTHING)
     assert not (tmp_path / "ran").exists()

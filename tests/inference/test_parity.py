@@ -14,7 +14,7 @@ from inference.drafters import head as drafters
 from inference.drafters.head import HeadBatch
 from inference.drafters.policy import TreeConfig, grow_batch
 from inference.protocol import DraftInputs
-from inference.target.attention import Ragged
+from inference.target.attention import Ragged, RowGroup
 from inference.verification import tree as trees
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, LookAhead
@@ -84,14 +84,17 @@ def test_a_pass_without_padding_equals_the_padded_one(name: str) -> None:
     rows, seen, key_position = cache.storage.tree_pass(start, mask, depth, max(lengths) + size)
     inputs = tree.token, start[:, None] + depth, seen, rows, (0, 2), key_position
     padded = target.run(*inputs)
-    ends = [*enumerate(zip(sizes, (n + length for n, length in zip(sizes, lengths, strict=True)), strict=True))]
-    assert Ragged.of([33, 1, 1, 2], lengths) == Ragged(2, [(0, 33, 45)])
-    for width in (1, 2, 5):
-        layout = Ragged(width, [(b, n, end) for b, (n, end) in ends if n > width])
+    assert Ragged.of([33, 1, 1, 2], lengths).groups == [(0, 4, 0, 2, 17), (0, 1, 2, 33, 45)]
+    far = Ragged.of([1] * 6, [300, 290, 3000, 310, 100, 110]).groups
+    assert far == [(0, 2, 0, 1, 301), (2, 3, 0, 1, 3001), (3, 6, 0, 1, 311)]
+    assert Ragged.of([1] * 6, [300, 290, 300, 310, 280, 290]).groups == [(0, 6, 0, 1, 311)]
+    for width, runs in ((1, [(0, 4, 16)]), (2, [(0, 1, 14), (1, 2, 5), (2, 4, 17)]), (5, [(0, 2, 17), (2, 4, 20)])):
+        groups = [RowGroup(first, stop, 0, width, end) for first, stop, end in runs]
+        groups += [RowGroup(b, b + 1, width, n, lengths[b] + n) for b, n in enumerate(sizes) if n > width]
         for b, length in enumerate(lengths):
             for buffer in rows.keys:
                 buffer[b, :, length:] = 0  # the pass writes them
-        out = target.run_ragged(layout, *inputs)
+        out = target.run_ragged(Ragged(groups), *inputs)
         assert out.logits is not None
         for b, n in enumerate(sizes):
             for mine, theirs in zip(out, (*padded[:2], target.embeddings.logits(padded.last_hidden)), strict=True):
