@@ -1,6 +1,5 @@
 """The target's configuration (conf/model), and its dtype and device on this machine."""
 
-import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -19,10 +18,6 @@ DEFAULTS: Json = {
     "placement": "replicate", "tensor_parallel": None, "devices": None, "offload": "cpu", "memory_gb": None,
     "trust_remote_code": False, "sibling": False, "data": "", "split": "", "prompts": "", "shape": None,
 }  # fmt: skip
-
-# oneDNN caches the code of this many bf16 products, one per number of rows: up to 8 MB with AMX. 32 are as fast as its
-# own 1,024, which took 9.2 GB to answer 3,056 chats, and 850 MiB in 40 steps of training, in holes between live blocks.
-PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32"
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,6 @@ def device_named(name: str | None) -> torch.device:
 
     A GPU gets an index, by default the current GPU's. CUDA is not initialised, so a process may still fork.
     """
-    os.environ.setdefault(*PRODUCTS)  # every command comes here before it multiplies
     try:
         device = torch.device(name or default_device())
     except RuntimeError:

@@ -87,7 +87,8 @@ def test_the_winner_is_written_and_the_rest_of_the_config_stays(
 
 
 def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: Path) -> None:
-    find_best_tree(configured(run, dtype="float32"))  # in bf16 a tree's rounding may turn a near tie, and the text
+    # In bf16 the head's guesses at a tree's edge, here its 8th and 9th, change places with a pass's width.
+    find_best_tree(configured(run, dtype="float32"))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     (alone,) = told["batches"]
     assert alone["baseline"] > 0

@@ -1,6 +1,5 @@
 """The target: its features, embeddings, tokenizer, chat template and devices; and its refusals."""
 
-import os
 import re
 import weakref
 from collections import Counter
@@ -32,7 +31,7 @@ from eval.inputs.workloads import MASKING
 from inference.run import chat_ids
 from inference.target import probe
 from inference.target.checkpoint import fingerprint
-from inference.target.config import DTYPES, PRODUCTS, device_named, fast_dtype, model_config, use_device
+from inference.target.config import DTYPES, device_named, fast_dtype, model_config, use_device
 from inference.target.embeddings import TargetEmbeddings, final_norm
 from inference.target.embeddings_only import EmbeddingsOnly, load_target
 from inference.target.loading import load_tokenizer
@@ -186,15 +185,6 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: made[-1].index)
     monkeypatch.setattr(torch.cuda, "set_device", made.append)
     return made
-
-
-def test_onednn_caches_few_products_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PRODUCTS[0], raising=False)
-    device_named("cpu")
-    assert os.environ[PRODUCTS[0]] == "32"
-    monkeypatch.setenv(PRODUCTS[0], "64")
-    device_named("cpu")
-    assert os.environ[PRODUCTS[0]] == "64"
 
 
 def test_a_gpu_has_the_index_that_tensors_there_have(current: list[torch.device]) -> None:
